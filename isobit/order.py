@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isobit.model_config import ModelConfig
 
 __all__ = [
+    "KV_BLOCK",
     "NUMERICS_VERSION",
     "AttentionOrder",
     "LinearOrder",
@@ -40,6 +41,7 @@ __all__ = [
     "sampling_order",
 ]
 
+KV_BLOCK = 64  # keys in one attention block, anchored at position 0; a page of the KV cache holds exactly one block
 NUMERICS_VERSION = 1  # raised whenever any Order, or the arithmetic it names, gives other bits
 
 
@@ -73,7 +75,7 @@ class AttentionOrder:
 
     head_dim: int
     kv_dtype: str
-    kv_block: int = 64
+    kv_block: int = KV_BLOCK
     kv_split_size: int = 0
     lanes: int = 16
 

@@ -1,0 +1,28 @@
+"""The paged KV cache: one tensor, cut into pages of 64 tokens anchored at absolute positions.
+
+Knows layout and dtype; does not know which request owns a page. Pages are not cleared on reuse: the unused tail of a
+page may hold anything, and the attention kernels prove (admission) that it has no effect.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isobit.model_config import ModelConfig
+from isobit.plan import PAGE_SIZE
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KVCache:
+    """`data` [num_layers, 2 (K, V), num_pages, num_kv_heads * head_dim * 64], float32 or bfloat16.
+
+    A K page of one head is [head_dim, 64 keys], a V page [64 keys, head_dim]. Memory is taken as pages are touched.
+    """
+
+    def __init__(self, model: ModelConfig, num_pages: int, kv_dtype: str) -> None:
+        page_elements = model.num_kv_heads * model.head_dim * PAGE_SIZE
+        shape = (model.num_layers, 2, num_pages, page_elements)
+        self.data = torch.zeros(shape, dtype=_TORCH_DTYPES[kv_dtype])
+        self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
+        self.num_pages = num_pages

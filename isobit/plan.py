@@ -1,0 +1,182 @@
+"""The resolved choice of dtypes, Orders, kernels and sizes, each with its reason. No torch; frozen; printed at start.
+
+"auto" chooses only among things that keep the promise; an explicit choice that cannot keep it, or cannot run here, is
+an error naming the conflict and what to choose instead. The plan does not prove anything: `kernels/admission.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from isobit.config import EngineConfig
+from isobit.model_config import ModelConfig, check_context_length
+from isobit.order import KV_BLOCK, Order, fingerprint, model_orders
+
+PAGE_SIZE = KV_BLOCK
+DEFAULT_TOTAL_TOKENS = 16384
+KV_MEMORY_SHARE = 0.5  # of the machine's memory, the most a KV cache may be sized to
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the machine offers: device class, CPU kernel libraries it can run (best first), cores, memory in bytes."""
+
+    device_class: str
+    libraries: tuple[str, ...]
+    num_cores: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Resolved choices. `reasons` maps each name to one sentence; equal fingerprints promise equal bits."""
+
+    device_class: str
+    dtype: str
+    activation_dtype: str
+    kv_cache_dtype: str
+    cpu_library: str
+    num_threads: int
+    context_length: int
+    num_pages: int
+    chunked_prefill_size: int
+    max_running_requests: int
+    attention_kind: str
+    orders: Mapping[str, Order]
+    reasons: Mapping[str, str]
+    page_size: int = PAGE_SIZE
+
+    def fingerprint(self, weights_digest: str) -> str:
+        """Hash of what decides the bits: weights, Orders, device class, numerics version."""
+        return fingerprint(weights_digest, self.orders, self.device_class)
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready form for /server_info: values, reasons, and each Order as text."""
+        plain = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("orders", "reasons")
+        }
+        return {
+            **plain,
+            "orders": {name: str(order) for name, order in self.orders.items()},
+            "reasons": dict(self.reasons),
+        }
+
+    def format(self) -> str:
+        """The plan as text, one choice a line with its reason."""
+        rows = [(name, str(getattr(self, name)), reason) for name, reason in self.reasons.items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}" for name, value, reason in rows)
+
+
+def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -> Plan:
+    """Resolve the user's options against the model and the machine.
+
+    Raises ValueError when a choice cannot be kept: an unsupported library, dtype, context length or KV size.
+    """
+    reasons: dict[str, str] = {}
+    dtype, activation, kv_dtype = _resolve_dtypes(config, model, reasons)
+    library = _resolve_library(config, facts, reasons)
+    threads = _pick(reasons, "num_threads", config.num_threads, facts.num_cores, "cores this process may use")
+    bytes_per_token = kv_bytes_per_token(model, kv_dtype)
+    context = _resolve_context(config, model, facts, bytes_per_token, reasons)
+    pages = _resolve_pages(config, facts, context, bytes_per_token, reasons)
+    reasons["chunked_prefill_size"] = "most tokens in one step; cannot move a bit"
+    reasons["max_running_requests"] = "most requests in one step; cannot move a bit"
+    reasons["attention_kind"] = "capability declared by the model"
+    return Plan(
+        device_class=facts.device_class,
+        dtype=dtype,
+        activation_dtype=activation,
+        kv_cache_dtype=kv_dtype,
+        cpu_library=library,
+        num_threads=threads,
+        context_length=context,
+        num_pages=pages,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        attention_kind=model.attention_kind,
+        orders=MappingProxyType(model_orders(model, dtype, activation, kv_dtype, facts.device_class)),
+        reasons=MappingProxyType(reasons),
+    )
+
+
+def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
+    """Bytes one token takes in the KV cache over all layers."""
+    return model.num_layers * 2 * model.num_kv_heads * model.head_dim * (4 if kv_dtype == "float32" else 2)
+
+
+def _pick(reasons: dict[str, str], name: str, asked: int | None, default: int, why: str) -> int:
+    reasons[name] = "as asked" if asked is not None else why
+    return default if asked is None else asked
+
+
+def _resolve_dtypes(config: EngineConfig, model: ModelConfig, reasons: dict[str, str]) -> tuple[str, str, str]:
+    dtype = config.dtype
+    reasons["dtype"] = "as asked"
+    if dtype == "auto":
+        dtype = "float32" if model.dtype in ("float32", "float16") else "bfloat16"
+        reasons["dtype"] = f"the checkpoint is {model.dtype}" + (
+            ", which float32 holds exactly" if model.dtype == "float16" else ""
+        )
+    activation = config.activation_dtype
+    reasons["activation_dtype"] = "as asked" if activation != "auto" else "follows dtype"
+    activation = dtype if activation == "auto" else activation
+    if dtype == "float32" and activation == "bfloat16":
+        raise ValueError("activation_dtype=bfloat16 needs dtype=bfloat16; float32 weights take float32 activations")
+    kv_dtype = config.kv_cache_dtype
+    reasons["kv_cache_dtype"] = "as asked" if kv_dtype != "auto" else "follows dtype"
+    return dtype, activation, dtype if kv_dtype == "auto" else kv_dtype
+
+
+def _resolve_library(config: EngineConfig, facts: DeviceFacts, reasons: dict[str, str]) -> str:
+    if config.cpu_library == "auto":
+        reasons["cpu_library"] = "widest instruction set of this CPU; all give the same bits"
+        return facts.libraries[0]
+    if config.cpu_library not in facts.libraries:
+        raise ValueError(
+            f"cpu_library={config.cpu_library} cannot run on this CPU; it runs: {', '.join(facts.libraries)}"
+        )
+    reasons["cpu_library"] = "as asked"
+    return config.cpu_library
+
+
+def _resolve_context(
+    config: EngineConfig, model: ModelConfig, facts: DeviceFacts, bytes_per_token: int, reasons: dict[str, str]
+) -> int:
+    if config.context_length is not None:
+        check_context_length(model, config.context_length)
+        reasons["context_length"] = "as asked"
+        return config.context_length
+    limit, why = model.max_position_embeddings, "max_position_embeddings of the model"
+    if model.sliding_window is not None and model.sliding_window < limit:
+        limit, why = model.sliding_window, "sliding window of the model; longer contexts are not supported"
+    fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // bytes_per_token // PAGE_SIZE * PAGE_SIZE
+    if fits < limit:
+        limit, why = fits, f"what {KV_MEMORY_SHARE:.0%} of the memory holds; the model allows {limit}"
+    if limit < 2:
+        raise ValueError(f"the KV cache of one token takes {bytes_per_token} bytes: this machine's memory is too small")
+    check_context_length(model, limit)
+    reasons["context_length"] = why
+    return limit
+
+
+def _resolve_pages(
+    config: EngineConfig, facts: DeviceFacts, context: int, bytes_per_token: int, reasons: dict[str, str]
+) -> int:
+    tokens = config.max_total_tokens
+    if tokens is None:
+        fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // bytes_per_token
+        tokens = max(context, min(DEFAULT_TOTAL_TOKENS, fits))
+        reasons["num_pages"] = f"{tokens} tokens: the default, at least one full context"
+    else:
+        reasons["num_pages"] = f"max_total_tokens={tokens} as asked"
+    pages = -(-tokens // PAGE_SIZE)
+    needed = pages * PAGE_SIZE * bytes_per_token
+    if needed > facts.memory_bytes:
+        raise ValueError(
+            f"a KV cache of {tokens} tokens takes {needed} bytes and the machine has {facts.memory_bytes}; "
+            "lower max_total_tokens or context_length"
+        )
+    return pages
