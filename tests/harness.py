@@ -10,10 +10,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
+from isobit.batch import build_batch
 from isobit.config import EngineConfig
 from isobit.engine import EngineStats, LLMEngine
 from isobit.loading import LoadedModel
-from isobit.request import SamplingParams, TokenLogprob
+from isobit.plan import PAGE_SIZE
+from isobit.request import Request, SamplingParams, TokenLogprob
+from isobit.runner import Runner
+from isobit.scheduler import ScheduledChunk
 
 
 @dataclass(frozen=True)
@@ -103,3 +109,23 @@ def make_prompt(length: int, vocab_size: int, salt: int = 0) -> tuple[int, ...]:
         state = (state * 1664525 + 1013904223) & 0xFFFFFFFF
         ids.append((state >> 8) % vocab_size)
     return tuple(ids)
+
+
+def all_logits(loaded: LoadedModel, sequences: Sequence[Sequence[int]], page_order: int = 1) -> list[torch.Tensor]:
+    """Logits of every position of each sequence, computed in one step: float32 [len(sequence), V] each.
+
+    `page_order` -1 hands the pages out from the other end of the cache: a page layout must not show.
+    """
+    kv_cache = loaded.new_kv_cache()
+    pages = iter(range(kv_cache.num_pages)[::page_order])
+    chunks = []
+    for index, token_ids in enumerate(sequences):
+        request = Request(f"r{index}", tuple(token_ids), SamplingParams(), max_tokens=0)
+        request.pages = [next(pages) for _ in range(-(-len(token_ids) // PAGE_SIZE))]
+        chunks.append(ScheduledChunk(request, 0, len(token_ids), True))
+    batch = build_batch(chunks)
+    runner = Runner(loaded.model, kv_cache)
+    with torch.inference_mode():
+        hidden = runner.forward(batch)
+        logits = torch.cat([piece for _, piece in runner.logits(hidden, range(batch.num_rows))])
+    return list(logits.split([len(token_ids) for token_ids in sequences]))
