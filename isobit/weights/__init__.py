@@ -1,0 +1,26 @@
+"""Tensors of a checkpoint by Hugging Face name, wherever they lie: safetensors (single, sharded) or GGUF.
+
+Knows files, names, shapes and dtypes, no arithmetic of models. Keeps the invariant that a checkpoint is either whole
+(every file, every tensor, every shape) or refused before serving, and that it is read tensor by tensor, never copied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isobit.checkpoint import resolve_checkpoint
+from isobit.model_config import ModelConfig
+from isobit.weights.gguf import GGUFWeights
+from isobit.weights.safetensors import SafetensorsWeights
+from isobit.weights.source import WeightSource
+
+__all__ = ["GGUFWeights", "SafetensorsWeights", "WeightSource", "open_weights"]
+
+
+def open_weights(model: str | Path, config: ModelConfig) -> WeightSource:
+    """Open the weights of a checkpoint folder, a .gguf file or "smollm2"; nothing is read yet but headers.
+
+    Raises ValueError naming the file for a missing, cut or foreign one.
+    """
+    path = resolve_checkpoint(model)
+    return SafetensorsWeights(path, config) if path.is_dir() else GGUFWeights(path, config)
