@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 1024
+MAX_TOKEN_ID = 2**31 - 1
 _MASK64 = (1 << 64) - 1
+_NUMBER_RANGES = (
+    ("temperature", 0.0, 1e6), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 1e-6, 1e6),
+    ("frequency_penalty", -2.0, 2.0), ("presence_penalty", -2.0, 2.0),
+)  # fmt: skip
+_INTEGER_RANGES = (
+    ("top_k", -1, 2**63), ("min_tokens", 0, 2**63), ("n", 1, MAX_N), ("max_tokens", 0, 2**63), ("seed", 0, 2**63 - 1),
+    ("logprobs", 0, 2**31), ("prompt_logprobs", 0, 2**31),
+)  # fmt: skip
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 def mix64(z: int) -> int:
@@ -30,19 +42,34 @@ def derive_seed(seed: int, index: int) -> int:
     return seed if index == 0 else mix64(seed + index * 0x9E3779B97F4A7C15) >> 1
 
 
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    below = value <= low if open_low else value < low
-    if not math.isfinite(value) or below or value > high:
-        raise ValueError(f"{name}={value!r} is outside {'(' if open_low else '['}{low}, {high}]")
+def _shown(value: object) -> str:
+    """`value` for an error message: short, and possible for every value (Python refuses to print huge ints)."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is outside [{low}, {high}]")
+def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {_shown(value)}")
+    try:
+        number = float(value) + 0.0  # no -0.0
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not (low < number if open_low else low <= number) or not number <= high:  # also for NaN
+        raise ValueError(f"{name}={_shown(value)} is outside {'(' if open_low else '['}{low}, {high}]")
+    return number
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be a whole number, got {_shown(value)}")
+    number = int(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name}={_shown(value)} is outside [{low}, {high}]")
+    return number
 
 
 @dataclass(frozen=True)
@@ -52,7 +79,9 @@ class SamplingParams:
     temperature 0 is greedy (ties to the lowest id). top_k 0 or -1: no limit. repetition_penalty (Keskar et al. 2019)
     looks at prompt and output, frequency_penalty and presence_penalty (OpenAI) at the output. logprobs: None, or the
     number of alternatives (0: the chosen token alone); prompt_logprobs likewise for the prompt. Log-probs are those of
-    the raw model: no temperature, penalty, bias or filter enters them. seed None: a random one is chosen and reported.
+    the raw model: no temperature, penalty, bias or filter enters them. seed None: a random one is chosen and reported;
+    seeds are whole numbers from 0 to 2**63 - 1. max_tokens 0 scores the prompt and generates nothing. A single string
+    is a list of one for `stop`; None is an empty `stop`, `stop_token_ids` or `logit_bias`. The object keeps copies.
 
     Raises ValueError naming the field, the value and the range.
     """
@@ -67,8 +96,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -78,40 +107,51 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 1e6)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _integer("top_k", self.top_k, -1, 2**63)
-        _integer("min_tokens", self.min_tokens, 0, 2**63)
-        _integer("n", self.n, 1, MAX_N)
-        for name, low, high in (
-            ("max_tokens", 0, 2**63), ("seed", 0, 2**63 - 1), ("logprobs", 0, 2**31), ("prompt_logprobs", 0, 2**31),
-        ):  # fmt: skip
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), low, high)
-        self._check_lists()
-
-    def _check_lists(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
+        for name, low, high in _NUMBER_RANGES:
+            self._set(name, _number(name, getattr(self, name), low, high, open_low=name == "top_p"))
+        for name, lowest, highest in _INTEGER_RANGES:
             value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, _integer(name, value, lowest, highest))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {_shown(getattr(self, name))}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        self._check_stop()
+        self._check_logit_bias()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+    def _check_stop(self) -> None:
+        stop: Any = self.stop
+        token_ids: Any = self.stop_token_ids
+        stop = (stop,) if isinstance(stop, str) else () if stop is None else stop
+        token_ids = () if token_ids is None else token_ids
+        for name, value, most in (
+            ("stop", stop, MAX_STOP_STRINGS), ("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS),
+        ):  # fmt: skip
             if not isinstance(value, (list, tuple)):
-                raise ValueError(f"{name} must be a list, got {value!r}")
-            bad = [item for item in value if not isinstance(item, kind) or isinstance(item, bool)]
-            if bad:
-                raise ValueError(f"{name} must hold only {kind.__name__}, got {bad[0]!r}")
-            object.__setattr__(self, name, tuple(value))
-        if len(self.stop) > MAX_STOP_STRINGS or any(not text for text in self.stop):
-            raise ValueError(f"stop takes up to {MAX_STOP_STRINGS} non-empty strings")
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias token id", token, 0, 2**31)
-            _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+                raise ValueError(f"{name} must be a list, got {_shown(value)}")
+            if len(value) > most:
+                raise ValueError(f"{name} takes up to {most} entries, got {len(value)}")
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop must hold only non-empty strings, got {_shown(text)}")
+        self._set("stop", tuple(stop))
+        self._set("stop_token_ids", tuple(_integer("stop_token_ids", token, 0, MAX_TOKEN_ID) for token in token_ids))
+
+    def _check_logit_bias(self) -> None:
+        biases: Any = self.logit_bias
+        biases = {} if biases is None else biases
+        if not isinstance(biases, Mapping):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(biases)}")
+        checked = {}
+        for token, bias in biases.items():
+            token_id = _integer("logit_bias token id", token, 0, MAX_TOKEN_ID)
+            checked[token_id] = _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        self._set("logit_bias", checked)  # a copy: the caller's mapping may change
 
     def child(self, index: int) -> SamplingParams:
         """Params of sample `index` alone; `seed` must already be set."""
@@ -138,9 +178,14 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """State of one request in the engine. `token_ids` is the prompt followed by the output."""
+    """State of one request in the engine. `token_ids` is the prompt followed by the output.
+
+    The first `num_computed_tokens` tokens have their keys and values in `pages` (page i holds positions i * page_size
+    onwards), and the first `num_published_pages` pages are in the prefix cache. Only the scheduler changes these, and
+    `state`, `arrival` and the two counts below them. Two requests are never equal, whatever they hold.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -152,11 +197,12 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # of the first admission; what `usage` reports
     num_preemptions: int = 0
+    num_published_pages: int = 0
     finish_reason: str | None = None
     error: str | None = None
     pages: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # one a prompt token, the first is None
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -169,6 +215,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt positions are still wanted, so that no prompt position may come from the cache."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
 
 @dataclass(frozen=True)
