@@ -50,6 +50,20 @@ class ScheduledStep:
         return sum([chunk.num_tokens for chunk in self.chunks])
 
 
+@dataclass(frozen=True)
+class SchedulerStats:
+    """State and counters for metrics. Preemptions, cached tokens and evicted pages are totals since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_cached_tokens: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_evicted_pages: int
+
+
 def _by_arrival(request: Request) -> int:
     return request.arrival
 
@@ -57,8 +71,8 @@ def _by_arrival(request: Request) -> int:
 class Scheduler:
     """Continuous batching over one page pool. One thread drives it, in this cycle:
 
-    `step = schedule()`, compute it, then for each chunk `computed(chunk)` and either `publish(request)` (its results
-    are finite) or `finish(request, "error")`; where `needs_logits`: `append_token`, and `finish` if that was the last.
+    `step = schedule()`, compute it, `commit(step)`, then for each chunk either `publish(request)` (its results are
+    finite) or `finish(request, "error")`; where `needs_logits`: `append_token`, and `finish` when that was the last.
 
     A step has at most `chunked_prefill_size` tokens and `max_running_requests` requests (never more requests than
     tokens, so that none is left out). A sequence, prompt and output, has at most `context_length` tokens.
@@ -77,8 +91,8 @@ class Scheduler:
         self.running: list[Request] = []  # both in order of arrival
         self.waiting: deque[Request] = deque()
         self._num_arrived = 0
-        self.num_preemptions = 0  # since the start, as the next
-        self.num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._num_cached_tokens = 0
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError, changing nothing, for one that could never be served."""
@@ -199,17 +213,17 @@ class Scheduler:
             request.num_computed_tokens = len(cached) * self.pool.page_size
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.num_computed_tokens
-                self.num_cached_tokens += request.num_computed_tokens
+                self._num_cached_tokens += request.num_computed_tokens
             count = min(self._num_left(request), budget)
             self._allocate(request, request.num_computed_tokens + count)
             budget -= count
             chunks[request] = self._chunk(request, count)
 
-    def computed(self, chunk: ScheduledChunk) -> None:
-        """The keys and values of `chunk` stand in the pages."""
-        request = chunk.request
-        if request.state is RequestState.RUNNING and request.num_computed_tokens == chunk.start:  # else: aborted since
-            request.num_computed_tokens += chunk.num_tokens
+    def commit(self, step: ScheduledStep) -> None:
+        """`step` is computed: the keys and values of its chunks stand in the pages."""
+        for chunk in step.chunks:
+            if chunk.request.state is RequestState.RUNNING:  # not aborted or preempted since
+                chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
 
     def publish(self, request: Request) -> None:
         """Offer the whole pages `request` has computed to the prefix cache; to be called when results were finite."""
@@ -259,7 +273,7 @@ class Scheduler:
         self._give_back(request)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self._num_preemptions += 1
         place = next((i for i, other in enumerate(self.waiting) if other.arrival > request.arrival), len(self.waiting))
         self.waiting.insert(place, request)
 
@@ -272,23 +286,11 @@ class Scheduler:
         """Forget all cached prefixes. Returns False, and changes nothing, while a running request uses one."""
         return self.cache.flush()
 
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, new and preempted."""
-        return len(self.waiting)
-
-    @property
-    def num_free_pages(self) -> int:
-        return self.pool.num_free
-
-    @property
-    def num_cached_pages(self) -> int:
-        """Pages in the prefix cache, used by a running request or not."""
-        return self.cache.num_pages
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            len(self.running), len(self.waiting), self._num_preemptions, self._num_cached_tokens,
+            self.pool.num_pages, self.pool.num_free, self.cache.num_pages, self.cache.num_evicted_pages,
+        )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless queues, pages and reference counts agree. To be called between steps."""
