@@ -147,9 +147,9 @@ def _llama3(rope: RopeConfig, plain: _FloatArray) -> _FloatArray:
     """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, a linear blend between."""
     factor, original = np.float32(_given(rope, "factor")), _given(rope, "original_max_position_embeddings")
     low, high = _given(rope, "low_freq_factor"), _given(rope, "high_freq_factor")
-    wavelength = np.float32(2 * math.pi) / plain
+    wavelength = np.float32(2 * math.pi) * (np.float32(1) / plain)  # number / tensor in torch: reciprocal first
     is_long, is_short = wavelength > np.float32(original / low), wavelength < np.float32(original / high)
-    blend = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
+    blend = (np.float32(original) * (np.float32(1) / wavelength) - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1) - blend) * plain / factor + blend * plain
     scaled: _FloatArray = np.where(is_long, plain / factor, np.where(is_short, plain, blended))
     return scaled
@@ -162,7 +162,8 @@ def _yarn(rope: RopeConfig, powers: _FloatArray) -> _FloatArray:
     ramp = (np.arange(rope.rotary_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
     keep = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
     stretched = np.float32(1) / (np.float32(_given(rope, "factor")) * powers)
-    return stretched * (np.float32(1) - keep) + (np.float32(1) / powers) * keep
+    scaled: _FloatArray = stretched * (np.float32(1) - keep) + (np.float32(1) / powers) * keep
+    return scaled
 
 
 def _yarn_range(rope: RopeConfig) -> tuple[float, float]:
