@@ -231,6 +231,7 @@ static void pool_close(void) {
 // body) finds the pool taken and runs its items itself.
 static void parallel_for(int num_threads, int64_t num_items, parallel_body body, void *arg) {
     fp_environment saved = fp_enter();
+    __asm__ volatile("" : "+r"(body));  // the compiler may not inline the body, and so not move it out of here
     int64_t helpers = (num_threads < MAX_THREADS ? num_threads : MAX_THREADS) - 1;
     helpers = helpers < num_items - 1 ? helpers : num_items - 1;
     if (helpers < 1 || pthread_mutex_trylock(&pool.one_job) != 0) {

@@ -183,14 +183,16 @@ INLINE void vst_part(float *p, V a, int64_t count) {
     memcpy(p, lanes, (size_t)count * sizeof(float));
 }
 
-// The end of every 16-lane sum: halves are added, a[i] += a[i+8], a[i+4], a[i+2], a[i+1]. `a` is overwritten.
-INLINE float add_halves(float a[16]) {
-    for (int half = 8; half > 0; half >>= 1) {
-        for (int i = 0; i < half; i++) {
-            a[i] = a[i] + a[i + half];
-        }
+// The end of every 16-lane sum: halves are added, a[i] += a[i+8], a[i+4], a[i+2], a[i+1].
+INLINE float add_halves(const float a[16]) {
+    float b[8], c[4];
+    for (int i = 0; i < 8; i++) {
+        b[i] = a[i] + a[i + 8];
     }
-    return a[0];
+    for (int i = 0; i < 4; i++) {
+        c[i] = b[i] + b[i + 4];
+    }
+    return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
 // bfloat16. Rounding is to nearest even; a subnormal float counts as a zero of its sign (DAZ), a NaN stays a NaN.

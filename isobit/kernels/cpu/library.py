@@ -1,0 +1,205 @@
+"""The Python face of the C kernels: torch CPU tensors in and out, one ctypes call a method.
+
+Does not know Orders, models or requests, and validates only what is cheap: shapes and dtypes are fixed when a model is
+loaded. Invariant: `name`, `num_threads` and `schedule` choose how something is computed, never what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from isobit.kernels.cpu.build import find_library, source_hash
+from isobit.kernels.cpu.features import choose_library
+
+__all__ = ["CpuLibrary", "PackedLinear"]
+
+MAX_THREADS = 64  # of src/pool.h
+LINEAR_SCHEDULES = {"stream": 0, "tile": 1, "stream-dp": 2, "tile-dp": 3}  # enum schedule of src/linear.c
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# name -> (result, arguments); the C definitions say what each is
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "isobit_packed_bytes": (_LONG, [_LONG, _LONG, _INT]),
+    "isobit_pack_linear": (None, [_POINTER, _POINTER, _LONG, _LONG, _INT, _INT]),
+    "isobit_embedding": (_LONG, [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 2),
+    "isobit_linear": (_INT, [_POINTER] * 5 + [_LONG] * 3 + [_INT] * 4),
+    "isobit_linear_schedules": (_INT, [_INT, _INT]),
+    "isobit_rms_norm": (None, [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT, _INT]),
+    "isobit_silu_mul": (None, [_POINTER] * 2 + [_LONG] * 2 + [_INT]),
+    "isobit_rope_and_cache": (None, [_POINTER] * 9 + [_LONG] * 2 + [_FLOAT] + [_INT] * 7),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight [n, k] in the layout of the library that packed it, and its bias.
+
+    `weight_dtype` is "float32" or "bfloat16"; `data` holds the packed bytes; the last three are what C is given.
+    """
+
+    n: int
+    k: int
+    weight_dtype: str
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    is_bf16: bool
+    data_pointer: int
+    bias_pointer: int | None
+
+
+class CpuLibrary:
+    """The kernels of one instruction set. All tensors are contiguous CPU tensors; activations are float32 [M, ...].
+
+    `name` is "avx512bf16", "avx512", "avx2", "neon" or "scalar". Raises ValueError when this CPU cannot run `name` or
+    `num_threads` is out of range, RuntimeError when the library is neither there nor can be compiled.
+    """
+
+    def __init__(self, name: str = "auto", num_threads: int | None = None) -> None:
+        if num_threads is None:
+            num_threads = min(_available_cores(), MAX_THREADS)
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads={num_threads}: from 1 to {MAX_THREADS} is supported")
+        self.name = choose_library(name)
+        self.source_hash = source_hash()
+        self.num_threads = num_threads
+        self._c = ctypes.CDLL(str(find_library(self.name)))
+        for function, (result, arguments) in _SIGNATURES.items():
+            symbol = getattr(self._c, function)
+            symbol.restype, symbol.argtypes = result, arguments
+
+    # ---- linear
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """weight [N, K] float32 or bfloat16, bias [N] float32. The packed weight is a copy; the bias is kept."""
+        dtype = _DTYPE_NAMES.get(weight.dtype)
+        if dtype is None or weight.dim() != 2 or weight.numel() == 0:
+            raise ValueError(f"a weight is [N, K] of float32 or bfloat16, got {list(weight.shape)} of {weight.dtype}")
+        (n, k), is_bf16 = weight.shape, dtype == "bfloat16"
+        if bias is not None:
+            if bias.shape != (n,) or bias.dtype != torch.float32:
+                raise ValueError(f"the bias of a weight {[n, k]} is [{n}] float32, got {list(bias.shape)} {bias.dtype}")
+            bias = bias.contiguous()
+        weight = weight.contiguous()
+        data = torch.empty(self._c.isobit_packed_bytes(n, k, is_bf16), dtype=torch.uint8)
+        self._c.isobit_pack_linear(weight.data_ptr(), data.data_ptr(), n, k, is_bf16, self.num_threads)
+        pointer = None if bias is None else bias.data_ptr()
+        return PackedLinear(n, k, dtype, data, bias, is_bf16, data.data_ptr(), pointer)
+
+    def linear_schedules(self, weight_dtype: str, activation_dtype: str) -> tuple[str, ...]:
+        """Schedules of `linear` for a pair of dtypes; all give the same bits. None for a pair without an Order."""
+        if weight_dtype == "float32" and activation_dtype == "bfloat16":
+            return ()
+        bits = self._c.isobit_linear_schedules(weight_dtype == "bfloat16", activation_dtype == "bfloat16")
+        return tuple(name for name, number in LINEAR_SCHEDULES.items() if bits >> number & 1)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        packed: PackedLinear,
+        activation_dtype: str,
+        schedule: str,
+        addend: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [M, K], addend [M, N] -> [M, N] (LinearOrder); `out` may be `addend`, not `x`.
+
+        "stream" is fastest for a few rows, "tile" for many. Raises ValueError for a schedule this library lacks.
+        """
+        rows, k = x.shape
+        assert k == packed.k and x.is_contiguous(), f"x {list(x.shape)} {x.stride()} for a weight of K={packed.k}"
+        if out is None:
+            out = torch.empty((rows, packed.n), dtype=torch.float32)
+        status = self._c.isobit_linear(
+            x.data_ptr(), packed.data_pointer, packed.bias_pointer, None if addend is None else addend.data_ptr(),
+            out.data_ptr(), rows, packed.n, k, packed.is_bf16, activation_dtype == "bfloat16",
+            LINEAR_SCHEDULES.get(schedule, -1), self.num_threads,
+        )  # fmt: skip
+        if status:
+            self._refuse_linear(status, packed, activation_dtype, schedule)
+        return out
+
+    def _refuse_linear(self, status: int, packed: PackedLinear, activation_dtype: str, schedule: str) -> None:
+        if status == -1:
+            raise MemoryError("no memory to pack the activations of a linear")
+        offered = ", ".join(self.linear_schedules(packed.weight_dtype, activation_dtype)) or "none"
+        raise ValueError(
+            f"linear on {self.name} with {packed.weight_dtype} weights and {activation_dtype} activations has no "
+            f"schedule {schedule!r}; it has: {offered}"
+        )
+
+    def embedding(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` (int32 [M]) of the weight, float32 [M, K]. Raises ValueError for an id outside [0, N)."""
+        assert ids.dtype == torch.int32 and ids.is_contiguous(), f"ids are contiguous int32, got {ids.dtype}"
+        rows = ids.shape[0]
+        out = torch.empty((rows, packed.k), dtype=torch.float32)
+        bad = self._c.isobit_embedding(
+            packed.data_pointer, ids.data_ptr(), out.data_ptr(), rows, packed.n, packed.k, packed.is_bf16,
+            self.num_threads,
+        )  # fmt: skip
+        if bad >= 0:
+            raise ValueError(f"token id {int(ids[bad])} is outside [0, {packed.n})")
+        return out
+
+    # ---- pointwise
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [M, D], weight [D] float32 -> [M, D] (NormOrder)."""
+        rows, width = x.shape
+        assert weight.shape[0] == width and x.is_contiguous(), f"x {list(x.shape)}, weight {list(weight.shape)}"
+        out = torch.empty((rows, width), dtype=torch.float32)
+        self._c.isobit_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, self.num_threads)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [M, 2F] (gate, then up) -> [M, F] (PointwiseOrder)."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
+        out = torch.empty((rows, width), dtype=torch.float32)
+        self._c.isobit_silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width, self.num_threads)
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        kv_layer: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary_dim: int,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        """Norm the heads of q and k (with weights [head_dim]), rotate, write K and V to the cache; returns q [M, H*D].
+
+        qkv [M, (H + 2 KV) * D]; positions, slots int32 [M], slot = physical page * 64 + offset; cos, sin [positions,
+        rotary_dim / 2]; kv_layer [2, pages, KV * D * 64] float32 or bfloat16. NormOrder, PointwiseOrder.
+        """
+        rows = qkv.shape[0]
+        assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous(), list(qkv.shape)
+        assert positions.dtype == slots.dtype == torch.int32, f"{positions.dtype}, {slots.dtype}: int32 is needed"
+        out = torch.empty((rows, num_heads * head_dim), dtype=torch.float32)
+        self._c.isobit_rope_and_cache(
+            qkv.data_ptr(), positions.data_ptr(), slots.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+            out.data_ptr(), kv_layer.data_ptr(), rows, kv_layer.shape[1], eps, num_heads, num_kv_heads, head_dim,
+            rotary_dim, interleaved, kv_layer.dtype == torch.bfloat16, self.num_threads,
+        )  # fmt: skip
+        return out
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
