@@ -128,7 +128,8 @@ def _add_pages(
     out = denominator = None
     for split in range(0, num_keys, split_size):  # REDUCTION ORDER: see AttentionOrder
         split_out = split_l = None
-        for page in range(split, min(split + split_size, num_keys), order.kv_block):  # REDUCTION ORDER: AttentionOrder
+        end = min(split + split_size, num_keys)
+        for page in range(split, end, order.kv_block):  # REDUCTION ORDER: see AttentionOrder
             keys = slice(page, min(page + order.kv_block, num_keys))
             page_out = _page_chain(weights_MHT[:, :, keys], values_HTD[:, keys], visible_MT[:, keys])
             page_l = _page_lanes(order, weights_MHT[:, :, keys])
