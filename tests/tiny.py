@@ -131,7 +131,8 @@ def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    words = "the sum of parts order addition rounding token prefix page batch row chunk cache head layer number".split()
+    words = ["the", "sum", "of", "parts", "order", "addition", "rounding", "token", "prefix", "page", "batch", "row"]
+    words += ["chunk", "cache", "head", "layer", "number"]
     corpus = [f"{a} {b} {c}, {b}{a}s and {c}ing." for a in words for b in words for c in words[::3]]
     trainer = trainers.BpeTrainer(
         vocab_size=480,
