@@ -140,7 +140,9 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold only non-empty strings, got {_shown(text)}")
         self._set("stop", tuple(stop))
-        self._set("stop_token_ids", tuple(_integer("stop_token_ids", token, 0, MAX_TOKEN_ID) for token in token_ids))
+        self._set(
+            "stop_token_ids", tuple(_integer("stop_token_ids entry", token, 0, MAX_TOKEN_ID) for token in token_ids)
+        )
 
     def _check_logit_bias(self) -> None:
         biases: Any = self.logit_bias
