@@ -26,12 +26,13 @@ RELATIVE = [path.relative_to(PACKAGE).as_posix() for path in FILES]
 LEVELS = {
     "order": 0, "config": 0, "model_config": 0, "plan": 0, "request": 0,
     "checkpoint": 0, "hf_config": 0, "gguf_config": 0, "gguf_file": 0, "rope_config": 0,
+    "sampling_defaults": 0,
     "scheduler": 1, "pages": 1, "prefix_cache": 1,
     "ops": 2, "kernels": 2,
     "layers": 3, "kv_cache": 3, "rope": 3,
     "models": 4, "weights": 4, "batch": 4, "sampler": 4,
     "runner": 5, "loading": 5,
-    "llm": 6, "engine": 6, "tokenizer": 6, "detokenizer": 6, "output": 6,
+    "llm": 6, "engine": 6, "tokenizer": 6, "gguf_tokenizer": 6, "detokenizer": 6, "output": 6,
     "cli": 7, "server": 7, "demo": 7, "doctor": 7, "__main__": 7,
     "__init__": 7,
 }  # fmt: skip
