@@ -16,8 +16,8 @@
 #include "pool.h"
 #include "scratch.h"
 
-// ATTENTION_TILES: a tile is one item. ATTENTION_PAGES: pages of a tile are items, for few tiles with long contexts; the
-// sums of the pages are kept and added in page order afterwards. ATTENTION_AUTO chooses by load.
+// ATTENTION_TILES: a tile is one item. ATTENTION_PAGES: pages of a tile are items, for few tiles with long contexts;
+// the sums of the pages are kept and added in page order afterwards. ATTENTION_AUTO chooses by load.
 enum { ATTENTION_AUTO, ATTENTION_TILES, ATTENTION_PAGES };
 
 #define PAGES_PER_ITEM 2
@@ -96,7 +96,7 @@ static void attend_tile(int64_t item, void *arg) {
     }
     memset(totals, 0, (size_t)sum_rows * sizeof(float));
     for (int64_t page = 0; page < tile->num_pages; page++) {  // REDUCTION ORDER: see AttentionOrder
-        weigh_page(tile, page, maxima, scores + page * page_rows, weight_sums);
+        weigh_page(tile, maxima, scores + page * page_rows, weight_sums);
         sum_page(call, tile, page, scores + page * page_rows, page_sums);
         add_page(call, tile, page, page_sums, weight_sums, totals, weight_totals);
     }
@@ -167,7 +167,7 @@ static void sum_pages(int64_t item, void *arg) {
     }
     for (; page < end; page++) {
         int64_t row = page * tile->num_rows;
-        weigh_page(tile, page, maxima, tile->scores + row * PAGE_SIZE, tile->weight_sums + row);
+        weigh_page(tile, maxima, tile->scores + row * PAGE_SIZE, tile->weight_sums + row);
         sum_page(call, tile, page, tile->scores + row * PAGE_SIZE, tile->page_sums + row * call->width);
     }
 }

@@ -59,7 +59,7 @@ INLINE void multiply_block(const int rows, const int vectors, const bool bf16, c
             sum[r][v] = continues ? vld(c + r * c_stride + v * VL) : vset(0.0f);
         }
     }
-    for (int64_t k = 0; k < depth; k++) {  // REDUCTION ORDER: see AttentionOrder
+    UNROLL(2) for (int64_t k = 0; k < depth; k++) {  // REDUCTION ORDER: see AttentionOrder
         V right[8];
         UNROLL(8) for (int v = 0; v < vectors; v++) {
             int64_t at = k * b_stride + v * VL;
@@ -130,7 +130,8 @@ static int keys_on_page(const attention_tile *tile, int row, int64_t page) {
     return (int)(keys < 0 ? 0 : keys > PAGE_SIZE ? PAGE_SIZE : keys);
 }
 
-static const char *page_of_head(const attention_call *call, const attention_tile *tile, const char *base, int64_t page) {
+static const char *page_of_head(const attention_call *call, const attention_tile *tile, const char *base,
+                                int64_t page) {
     int64_t physical = call->page_tables[tile->request * call->max_pages + page];
     return base + (physical * call->num_kv_heads + tile->kv_head) * call->head_dim * PAGE_SIZE * (call->bf16 ? 2 : 4);
 }
@@ -179,21 +180,18 @@ static void score_page(const attention_call *call, const attention_tile *tile, i
 }
 
 // Turns the scores of a page into weights exp32(score - row_maxima[row]), and sums them in the lane tree of the Order.
-static void weigh_page(const attention_tile *tile, int64_t page, const float *row_maxima, float *scores,
-                       float *weight_sums) {
+// The weight of a key that the row does not see is +0 (unless the whole row is NaN), and only this sum reads it.
+static void weigh_page(const attention_tile *tile, const float *row_maxima, float *scores, float *weight_sums) {
     for (int row = 0; row < tile->num_rows; row++) {
         float *weight = scores + row * PAGE_SIZE, lanes[16];
         V shift = vset(row_maxima[row]);
-        int num_keys = keys_on_page(tile, row, page);
-        for (int key = 0; key < num_keys; key += VL) {
-            vst(weight + key, vexp(vsub(vld(weight + key), shift)));
-        }
-        for (int key = num_keys; key < PAGE_SIZE; key++) {
-            weight[key] = 0.0f;
-        }
         for (int i = 0; i < 16; i += VL) {  // REDUCTION ORDER: see AttentionOrder
-            V early = vadd(vld(weight + i), vld(weight + 16 + i));
-            vst(lanes + i, vadd(early, vadd(vld(weight + 32 + i), vld(weight + 48 + i))));
+            V quarter[4];
+            UNROLL(4) for (int j = 0; j < 4; j++) {
+                quarter[j] = vexp(vsub(vld(weight + 16 * j + i), shift));
+                vst(weight + 16 * j + i, quarter[j]);
+            }
+            vst(lanes + i, vadd(vadd(quarter[0], quarter[1]), vadd(quarter[2], quarter[3])));
         }
         weight_sums[row] = add_halves(lanes);
     }

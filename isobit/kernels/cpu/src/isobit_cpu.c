@@ -3,9 +3,6 @@
 // every function without `static` is called by library.py.
 #include "linear.c"
 #include "pointwise.c"
-#if __has_include("attention.c")
 #include "attention.c"
-#endif
-#if __has_include("head.c")
 #include "head.c"
-#endif
+#include "sample.c"
