@@ -29,7 +29,7 @@ _SENTINEL = 7.0  # what untouched cache slots hold while rope_and_cache is watch
 def call(
     library: Any, op: str, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool = False
 ) -> Arrays:
-    """Run `library`'s method `op`. `misaligned`: float inputs start 4 bytes off an allocation."""
+    """Run `library`'s method `op`. `misaligned`: float inputs start 4 bytes off an allocation, linear adds in place."""
     return _CALLS[op](library, order, schedule, inputs, misaligned)
 
 
@@ -58,7 +58,8 @@ def _pack(library: Any, order: Any, inputs: Mapping[str, Any]) -> Any:
 def _linear(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
     x, addend = _tensor(inputs["x"], misaligned), _optional(inputs["addend"], misaligned)
     packed = _pack(library, order, inputs)
-    return {"y": library.linear(x, packed, order.activation_dtype, schedule, addend).numpy()}
+    out = addend if misaligned else None  # the residual stream may be updated in place
+    return {"y": library.linear(x, packed, order.activation_dtype, schedule, addend, out).numpy()}
 
 
 def _embedding(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:

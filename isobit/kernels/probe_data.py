@@ -66,8 +66,9 @@ def floats(seed: int, *shape: int, low: int = -8, high: int = 4) -> Float32:
     b = bits(seed, *shape)
     exponent = np.uint64(127 + low) + (b >> np.uint64(32)) % np.uint64(high - low + 1)
     sign = b >> np.uint64(63) << np.uint64(31)
-    word = sign | exponent << np.uint64(23) | b & np.uint64(0x7FFFFF)
-    return word.astype(np.uint32).view(np.float32)
+    word = (sign | exponent << np.uint64(23) | b & np.uint64(0x7FFFFF)).astype(np.uint32)
+    values: Float32 = word.view(np.float32)
+    return values
 
 
 def with_specials(seed: int, x: Float32, one_in: int = 23) -> Float32:
