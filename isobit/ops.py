@@ -13,6 +13,7 @@ import torch
 
 from isobit.kernels.admission import AdmissionTable
 from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
+from isobit.kernels.registry import OPS_OF_ORDER
 from isobit.model_config import ModelConfig
 from isobit.order import LinearOrder, Order
 
@@ -52,20 +53,20 @@ class Ops:
         self.library = library
         self.orders = orders
         self.admitted = admitted
-        for op, order_name in _OPS_OF_ORDERS:
-            if order_name in orders:
-                admitted.require_any(op, orders[order_name], library.name)
+        for order in dict.fromkeys(orders.values()):
+            for op in OPS_OF_ORDER[type(order)]:
+                admitted.require_any(op, order, library.name)
 
     def make_linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Pack `weight` [N, K] (rounded to the Order's weight dtype) and `bias` [N]; `name` as in "linear.qkv"."""
         order = self.orders[name]
         assert isinstance(order, LinearOrder), f"{name} has the Order {order}"
         schedules = self.admitted.require_any("linear", order, self.library.name)
-        few = [s for s in schedules if s.startswith("stream")] or list(schedules)
-        many = [s for s in schedules if s.startswith("tile")] or list(schedules)
+        few = _preferred(schedules, ("stream-dp", "stream"))
+        many = _preferred(schedules, ("tile-dp", "tile"))
         weight = weight.to(_TORCH_DTYPES[order.weight_dtype]).contiguous()
         bias = None if bias is None else bias.to(torch.float32).contiguous()
-        return Linear(self.library.pack_linear(weight, bias), order, few[-1], many[-1])
+        return Linear(self.library.pack_linear(weight, bias), order, few, many)
 
     def linear(self, x: torch.Tensor, layer: Linear, addend: torch.Tensor | None = None) -> torch.Tensor:
         """x float32 [M, K] -> float32 [M, N]; `addend` [M, N] is added last (LinearOrder)."""
@@ -126,3 +127,18 @@ class Ops:
     ) -> int:
         """Draw the token at `position` from a row [V] of adjusted logits (SamplingOrder)."""
         return self.library.sample(row, temperature, top_k, top_p, min_p, seed, position)
+
+    def describe(self) -> dict[str, str]:
+        """Kernel and admitted schedules by Order name, for /server_info."""
+        return {
+            name: f"{self.library.name}: " + ", ".join(
+                f"{op} ({' | '.join(self.admitted.require_any(op, order, self.library.name))})"
+                for op in OPS_OF_ORDER[type(order)]
+            )
+            for name, order in self.orders.items()
+        }  # fmt: skip
+
+
+def _preferred(schedules: tuple[str, ...], wishes: tuple[str, ...]) -> str:
+    """The first admitted wish, else any admitted schedule: all give the same bits, one is fastest."""
+    return next((wish for wish in wishes if wish in schedules), schedules[0])

@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[[ModelConfig, Ops, WeightSource, RopeTables], CausalL
 
 
 def build_model(config: ModelConfig, ops: Ops, weights: WeightSource, rope: RopeTables) -> CausalLM:
-    """Build the model named by `config.architecture`. Raises ValueError for an unknown one or an incomplete checkpoint."""
+    """Build the model of `config.architecture`. Raises ValueError if it is unknown or its checkpoint incomplete."""
     if config.architecture not in MODELS:
         raise ValueError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}")
     return MODELS[config.architecture](config, ops, weights, rope)
