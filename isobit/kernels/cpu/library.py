@@ -20,8 +20,10 @@ __all__ = ["CpuLibrary", "PackedLinear"]
 
 MAX_THREADS = 64  # of src/pool.h
 LINEAR_SCHEDULES = {"stream": 0, "tile": 1, "stream-dp": 2, "tile-dp": 3}  # enum schedule of src/linear.c
+ATTENTION_SCHEDULES = {"auto": 0, "tiles": 1, "pages": 2}  # enum of src/attention.c
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_DOUBLE, _WORD = ctypes.c_double, ctypes.c_uint64
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # name -> (result, arguments); the C definitions say what each is
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -33,6 +35,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "isobit_rms_norm": (None, [_POINTER] * 3 + [_LONG] * 2 + [_FLOAT, _INT]),
     "isobit_silu_mul": (None, [_POINTER] * 2 + [_LONG] * 2 + [_INT]),
     "isobit_rope_and_cache": (None, [_POINTER] * 9 + [_LONG] * 2 + [_FLOAT] + [_INT] * 7),
+    "isobit_attention": (
+        _INT,
+        [_POINTER] * 3 + [_INT] + [_POINTER] * 3 + [_LONG] * 3 + [_INT] * 3 + [_FLOAT] + [_INT] * 2,
+    ),
+    "isobit_argmax": (None, [_POINTER] + [_LONG] * 2 + [_POINTER] * 2 + [_INT]),
+    "isobit_logprobs": (None, [_POINTER] + [_LONG] * 2 + [_POINTER] * 2 + [_INT]),
+    "isobit_top_logits": (_INT, [_POINTER] + [_LONG] * 2 + [_POINTER]),
+    "isobit_sample": (_INT, [_POINTER, _LONG, _DOUBLE, _LONG, _DOUBLE, _DOUBLE, _WORD, _WORD, _INT]),
+    "isobit_gumbel_from_word": (_DOUBLE, [_WORD]),
 }
 
 
@@ -197,6 +208,90 @@ class CpuLibrary:
             rotary_dim, interleaved, kv_layer.dtype == torch.bfloat16, self.num_threads,
         )  # fmt: skip
         return out
+
+    # ---- attention
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        query_starts: torch.Tensor,
+        start_positions: torch.Tensor,
+        page_tables: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        schedule: str = "auto",
+    ) -> torch.Tensor:
+        """Causal attention of q [M, H*D] over paged K and V -> [M, H*D] (AttentionOrder).
+
+        Rows query_starts[b] .. query_starts[b + 1] (int32 [B + 1]) belong to request b, the first of them at position
+        start_positions[b] (int32 [B]); page_tables int32 [B, pages]; kv_layer as in `rope_and_cache`.
+        """
+        num_requests, num_tables = page_tables.shape
+        assert q.shape[1] == num_heads * head_dim and q.is_contiguous(), f"q {list(q.shape)}, strides {q.stride()}"
+        assert kv_layer.is_contiguous() and page_tables.is_contiguous(), "the pages and page tables are contiguous"
+        assert query_starts.shape[0] == num_requests + 1, f"{query_starts.shape[0]} starts, {num_requests} requests"
+        for indices in (query_starts, start_positions, page_tables):
+            assert indices.dtype == torch.int32, f"{indices.dtype}: int32 is needed"
+        out = torch.empty_like(q)
+        status = self._c.isobit_attention(
+            q.data_ptr(), out.data_ptr(), kv_layer.data_ptr(), kv_layer.dtype == torch.bfloat16,
+            query_starts.data_ptr(), start_positions.data_ptr(), page_tables.data_ptr(), num_requests, num_tables,
+            kv_layer.shape[1], num_heads, num_kv_heads, head_dim, scale, ATTENTION_SCHEDULES[schedule],
+            self.num_threads,
+        )  # fmt: skip
+        if status:
+            raise MemoryError("no memory for the scores of attention")
+        return out
+
+    # ---- from logits to tokens
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [R, V] -> (lowest id of the largest value int32 [R], bool [R]: no NaN or infinity in the row)."""
+        rows, vocab_size = logits.shape
+        assert logits.is_contiguous(), f"logits have strides {logits.stride()}"
+        ids, finite = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.bool)
+        self._c.isobit_argmax(logits.data_ptr(), rows, vocab_size, ids.data_ptr(), finite.data_ptr(), self.num_threads)
+        return ids, finite
+
+    def logprobs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [R, V] -> (maxima float32 [R], lse float64 [R]); logprob i is float32(float64(x[i]) - lse)."""
+        rows, vocab_size = logits.shape
+        assert logits.is_contiguous(), f"logits have strides {logits.stride()}"
+        maxima, lse = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.float64)
+        self._c.isobit_logprobs(
+            logits.data_ptr(), rows, vocab_size, maxima.data_ptr(), lse.data_ptr(), self.num_threads
+        )
+        return maxima, lse
+
+    def top_logits(self, row: torch.Tensor, n: int) -> torch.Tensor:
+        """Ids int32 [n] of the n largest of a row [V], by (value descending, id ascending); NaN comes last."""
+        assert 0 <= n <= row.shape[0] and row.is_contiguous(), f"{n} of {list(row.shape)}, strides {row.stride()}"
+        ids = torch.empty(n, dtype=torch.int32)
+        if n > 0 and self._c.isobit_top_logits(row.data_ptr(), row.shape[0], n, ids.data_ptr()):
+            raise MemoryError("no memory to sort a row of logits")
+        return ids
+
+    def sample(
+        self, row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+    ) -> int:
+        """Token drawn from a row [V] of adjusted logits for absolute `position` (SamplingOrder); temperature > 0."""
+        vocab_size = row.shape[0]
+        assert temperature > 0 and row.is_contiguous(), f"temperature {temperature}, strides {row.stride()}"
+        token: int = self._c.isobit_sample(
+            row.data_ptr(), vocab_size, temperature, min(top_k, vocab_size), top_p, min_p, seed, position,
+            self.num_threads,
+        )  # fmt: skip
+        if token < 0:
+            raise MemoryError("no memory to draw a token")
+        return token
+
+    def gumbel_from_word(self, word: int) -> float:
+        """The sampling noise that a 64-bit hash stands for."""
+        noise: float = self._c.isobit_gumbel_from_word(word)
+        return noise
 
 
 def _available_cores() -> int:
