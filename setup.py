@@ -4,17 +4,25 @@ Invariant: a wheel can always be built. Without a C compiler it carries only the
 first use; so is an editable installation.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from isobit.kernels.cpu.build import build_libraries  # noqa: E402  (standard library only: no torch is needed here)
+def load_build_module() -> Any:
+    """isobit/kernels/cpu/build.py by its path: importing the package would need torch."""
+    path = Path(__file__).resolve().parent / "isobit" / "kernels" / "cpu" / "build.py"
+    spec = importlib.util.spec_from_file_location("isobit_build", path)
+    assert spec is not None and spec.loader is not None, f"{path} is not importable"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class BuildWithKernels(build_py):
@@ -26,7 +34,7 @@ class BuildWithKernels(build_py):
             return
         folder = Path(self.build_lib) / "isobit" / "kernels" / "cpu" / "lib"
         try:
-            names = build_libraries(folder)
+            names = load_build_module().build_libraries(folder)
         except (RuntimeError, ValueError) as error:
             print(f"isobit: this wheel carries no compiled kernels: {error}", file=sys.stderr)
         else:

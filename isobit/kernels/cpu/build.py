@@ -1,8 +1,8 @@
 """Compiles the C kernels: one shared library per instruction set, in a wheel or at first use in a cache folder.
 
-Standard library only. Does not load what it builds. Invariant: a library is used only if it was built from exactly the
-sources that are here (their hash is in its name) and its bytes are those the compiler wrote (a checksum lies beside
-it); files appear whole or not at all, so any number of processes may build at once.
+Standard library only and importable on its own (setup.py does). Does not load what it builds. Invariant: a library is
+used only if it was built from exactly the sources that are here (their hash is in its name) and its bytes are those the
+compiler wrote (a checksum lies beside it); files appear whole or not at all, so any number of processes may build.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from isobit.kernels.cpu.features import machine_libraries
-
-__all__ = ["build_libraries", "find_library", "source_hash"]
+__all__ = ["build_libraries", "find_library", "machine_libraries", "source_hash"]
 
 _HERE = Path(__file__).resolve().parent
 _AVX512 = ("-DISOBIT_AVX512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -40,6 +38,22 @@ INSTALL_HINT = (
     "Install a C compiler (Debian, Ubuntu: apt-get install gcc; Fedora: dnf install gcc; macOS: xcode-select "
     "--install), name one in the environment variable CC, or install a wheel of isobit, which carries the kernels."
 )
+
+
+# Libraries of each machine type as `platform.machine()` names it, best first.
+MACHINE_LIBRARIES = {
+    "x86_64": ("avx512bf16", "avx512", "avx2", "scalar"),
+    "amd64": ("avx512bf16", "avx512", "avx2", "scalar"),
+    "aarch64": ("neon", "scalar"),
+    "arm64": ("neon", "scalar"),
+}
+
+
+def machine_libraries(machine: str) -> tuple[str, ...]:
+    """Libraries that exist for a machine type, best first. Raises ValueError where none is written for it."""
+    if machine.lower() not in MACHINE_LIBRARIES:
+        raise ValueError(f"no CPU kernels for machine {machine!r}; supported: {', '.join(MACHINE_LIBRARIES)}")
+    return MACHINE_LIBRARIES[machine.lower()]
 
 
 @functools.cache

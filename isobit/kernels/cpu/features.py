@@ -9,6 +9,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+from isobit.kernels.cpu.build import machine_libraries
+
 __all__ = ["choose_library", "supported_libraries"]
 
 # CPU flags, as Linux names them, that the code of each library may use; "scalar" needs none.
@@ -17,25 +19,13 @@ REQUIRED_FLAGS = {
     "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx2": ("avx2", "fma"),
 }
-X86_MACHINES = ("x86_64", "amd64")
-ARM_MACHINES = ("aarch64", "arm64")
-
-
-def machine_libraries(machine: str) -> tuple[str, ...]:
-    """Libraries that exist for a machine type as `platform.machine()` names it, best first.
-
-    Raises ValueError for a machine type that no library is written for.
-    """
-    if machine.lower() in X86_MACHINES:
-        return (*REQUIRED_FLAGS, "scalar")
-    if machine.lower() in ARM_MACHINES:
-        return ("neon", "scalar")
-    known = ", ".join(X86_MACHINES + ARM_MACHINES)
-    raise ValueError(f"no CPU kernels for machine type {machine!r}; supported: {known}")
 
 
 def supported_libraries() -> tuple[str, ...]:
-    """Libraries this computer can run, best first; "scalar" is always among them. Raises ValueError as above."""
+    """Libraries this computer can run, best first; "scalar" is always among them.
+
+    Raises ValueError for a machine type that no library is written for.
+    """
     names = machine_libraries(platform.machine())
     if "neon" in names:
         return names  # every 64-bit ARM CPU has it

@@ -60,6 +60,14 @@ INLINE void block_finish(int rows, int panels, block_sums sums, float *out, bool
     }
 }
 
+// The weight's line that is needed PREFETCH_STEPS later, once for every 16 words. Worth it where a block streams the
+// weight and is not quick enough to keep the hardware's own prefetching ahead: several rows.
+#define PREFETCH_STEPS 32
+#define PREFETCH(rows, k_stride, v, step)                                        \
+    if (VL > 1 && (rows) > 1 && (k_stride) == 1 && (v) * VL % 16 == 0) {         \
+        __builtin_prefetch((step) + PREFETCH_STEPS * PANEL_WIDTH + (v) * VL % PANEL_WIDTH); \
+    }
+
 // float32 weights: k ascending.
 INLINE void block_f32(int rows, int panels, const block_arguments *g, int64_t row_stride, int64_t k_stride) {
     const float *a = g->a, *b = g->b;
@@ -69,7 +77,9 @@ INLINE void block_f32(int rows, int panels, const block_arguments *g, int64_t ro
     for (int64_t k = 0; k < g->steps; k++) {  // REDUCTION ORDER: see LinearOrder
         V w[STRIP_WIDTH / VL];
         UNROLL(16) for (int v = 0; v < panels * PANEL_VECTORS; v++) {
-            w[v] = vld(b + v / PANEL_VECTORS * panel_stride + k * PANEL_WIDTH + v % PANEL_VECTORS * VL);
+            const float *panel = b + v / PANEL_VECTORS * panel_stride + k * PANEL_WIDTH;
+            PREFETCH(rows, k_stride, v, panel)
+            w[v] = vld(panel + v % PANEL_VECTORS * VL);
         }
         UNROLL(8) for (int m = 0; m < rows; m++) {
             V x = vset(a[m * row_stride + k * k_stride]);
@@ -79,7 +89,8 @@ INLINE void block_f32(int rows, int panels, const block_arguments *g, int64_t ro
     block_finish(rows, panels, sums, g->sums, g->first);
 }
 
-// bfloat16 weights, a step is a pair of k: the odd one, then the even one.
+// bfloat16 weights, a step is a pair of k: the odd one, then the even one. The words are loaded for each of the two:
+// kept in registers over both, they would push sums out (hence the asm, which makes the compiler forget them).
 INLINE void block_bf16(int rows, int panels, const block_arguments *g, int64_t row_stride, int64_t k_stride) {
     const float *a = g->a;
     const uint32_t *b = g->b;
@@ -88,9 +99,15 @@ INLINE void block_bf16(int rows, int panels, const block_arguments *g, int64_t r
     block_zero(rows, panels, sums);
     for (int64_t pair = 0; pair < g->steps; pair++) {  // REDUCTION ORDER: see LinearOrder
         UNROLL(2) for (int odd = 1; odd >= 0; odd--) {
+            const uint32_t *step = b + pair * PANEL_WIDTH;
+            __asm__("" : "+r"(step));
             V w[STRIP_WIDTH / VL];
             UNROLL(16) for (int v = 0; v < panels * PANEL_VECTORS; v++) {
-                VI words = vldi(b + v / PANEL_VECTORS * panel_stride + pair * PANEL_WIDTH + v % PANEL_VECTORS * VL);
+                const uint32_t *panel = step + v / PANEL_VECTORS * panel_stride;
+                if (odd) {
+                    PREFETCH(rows, k_stride, v, panel)
+                }
+                VI words = vldi(panel + v % PANEL_VECTORS * VL);
                 w[v] = odd ? vhi(words) : vlo(words);
             }
             UNROLL(8) for (int m = 0; m < rows; m++) {
@@ -114,7 +131,9 @@ INLINE void block_dot(int rows, int panels, const block_arguments *g, int64_t ro
     for (int64_t pair = 0; pair < g->steps; pair++) {  // REDUCTION ORDER: see LinearOrder
         VI w[STRIP_WIDTH / VL];
         UNROLL(16) for (int v = 0; v < panels * PANEL_VECTORS; v++) {
-            w[v] = vldi(b + v / PANEL_VECTORS * panel_stride + pair * PANEL_WIDTH + v % PANEL_VECTORS * VL);
+            const uint32_t *panel = b + v / PANEL_VECTORS * panel_stride + pair * PANEL_WIDTH;
+            PREFETCH(rows, k_stride, v, panel)
+            w[v] = vldi(panel + v % PANEL_VECTORS * VL);
         }
         UNROLL(8) for (int m = 0; m < rows; m++) {
             VI x = vseti(a[m * row_stride + pair * k_stride]);
