@@ -49,6 +49,16 @@ void isobit_argmax(const float *logits, int64_t num_rows, int64_t vocab_size, in
     parallel_for(threads_for(num_rows, vocab_size, num_threads), num_rows, argmax_row, &call);
 }
 
+// The maximum of a row whose sum is no number: NaN if the row holds one, else what it is (an infinity).
+static float maximum_or_nan(const float *row, int64_t count, float greatest) {
+    for (int64_t i = 0; i < count; i++) {
+        if (row[i] != row[i]) {
+            return NAN;
+        }
+    }
+    return greatest;
+}
+
 static void logprobs_row(int64_t item, void *arg) {
     const head_rows *call = arg;
     const float *row = call->logits + item * call->vocab_size;
@@ -77,7 +87,7 @@ static void logprobs_row(int64_t item, void *arg) {
         }
         total = total + add_halves(lanes);  // REDUCTION ORDER: see LogprobsOrder
     }
-    call->maxima[item] = greatest;
+    call->maxima[item] = total == total ? greatest : maximum_or_nan(row, call->vocab_size, greatest);
     call->lse[item] = total >= 1.0f && total < INFINITY ? (double)greatest + log64((double)total) : (double)NAN;
 }
 
