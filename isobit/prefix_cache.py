@@ -76,8 +76,8 @@ class PrefixCache:
 
     def lock(self, pages: Sequence[int]) -> None:
         """One more holder for a matched chain of `pages`, which cannot be evicted until they are released."""
-        for page in reversed(pages):
-            self._nodes.move_to_end(page)
+        for page in pages:
+            assert page in self._nodes, f"page {page} is not cached"
             self._num_evictable -= self.pool.num_references(page) == 1
         self.pool.share(pages)
 

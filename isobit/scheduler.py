@@ -141,9 +141,7 @@ class Scheduler:
         for request in prefills:
             if request.state is not RequestState.RUNNING:
                 continue
-            before = len(chunks)
             count = self._make_room(request, min(self._num_left(request), budget), chunks, preempted)
-            budget += before - len(chunks)  # chunks of requests preempted just now; all of one token
             if count:
                 budget -= count
                 chunks[request] = self._chunk(request, count)
@@ -325,4 +323,6 @@ class Scheduler:
             assert holders[page] <= 1 or page in published, f"page {page} is shared but not published"
         total = self.pool.num_free + self.cache.num_evictable + len(holders)
         assert total == self.pool.num_pages, f"{total} pages free, cached or in use, of {self.pool.num_pages}"
-        assert all(not request.pages for request in self.waiting), "a waiting request holds pages"
+        for request in self.waiting:
+            kept = (len(request.pages), request.num_computed_tokens, request.num_published_pages)
+            assert kept == (0, 0, 0), f"request {request.request_id} waits, but has {kept} pages, tokens, cached pages"

@@ -261,6 +261,24 @@ def test_the_latest_arrived_is_preempted_and_comes_back_first() -> None:
     engine.check_outputs()
 
 
+def test_a_prefill_takes_pages_of_a_later_decode_that_is_scheduled_already() -> None:
+    """Decodes are served first, so the victim may have its chunk in the step: the chunk must go with the pages."""
+    engine = FakeEngine(5, budget=2, enabled=False)
+    engine.add("early", prompt_of(150), 20)
+    late = engine.add("late", prompt_of(10, suffix=1), 300)
+    while late.num_output_tokens < 5:
+        engine.step()
+    engine.scheduler.preempt("early")  # comes back with a long prefill beside the decode of the later one
+    lost = 0
+    while engine.scheduler.has_unfinished():
+        fits = late.num_computed_tokens < len(late.pages) * PAGE_SIZE
+        step = engine.step()
+        assert not set(step.preempted) & {chunk.request.request_id for chunk in step.chunks}
+        lost += fits and step.preempted == ["late"]
+    assert lost == 1
+    engine.check_outputs()
+
+
 def test_decodes_come_before_prefills() -> None:
     """A long prompt cannot hold up a running decode, and gets the rest of every step."""
     engine = FakeEngine(100, budget=16)
