@@ -129,10 +129,14 @@ class OutputProcessor:
             texts.append(self._finish_text(first))
         self._last = SampleDelta(
             "".join(texts), tuple(self._token_ids[first:]), tuple(self._token_texts[first:]),
-            tuple(self._logprobs[first:]), finish_reason, output.stop_reason if found is None else found, output.error,
+            tuple(self._logprobs[first:]), finish_reason, found or self._stop_token(output), output.error,
         )  # fmt: skip
         self._texts.append(self._last.text)
         return self._last
+
+    def _stop_token(self, output: RequestOutput) -> int | None:
+        """The stop token id if the request named it; the model's own end of text is no reason worth telling."""
+        return output.stop_reason if output.stop_reason in self._params.stop_token_ids else None
 
     def _add_token(self, token: int, ends: bool) -> tuple[str, str | None]:
         """(certain text, stop string found). The token that `ends` the output (end of text, a stop id) has no text
