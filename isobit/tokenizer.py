@@ -72,7 +72,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         self.bos_token_id: int | None = backend.bos_token_id
         self.eos_token_id: int | None = backend.eos_token_id
-        self._added = {index: token.content for index, token in added.items()}
+        self._added: dict[int, str] = {index: token.content for index, token in added.items()}
         self._byte_of_character = _byte_level_alphabet() if self._is_byte_level() else None
 
     @property
