@@ -55,7 +55,10 @@ class Ops:
         self.admitted = admitted
         for order in dict.fromkeys(orders.values()):
             for op in OPS_OF_ORDER[type(order)]:
-                admitted.require_any(op, order, library.name)
+                if op == "linear":  # `make_linear` picks among its admitted schedules
+                    admitted.require_any(op, order, library.name)
+                else:
+                    admitted.require_all(op, order, library.name)
 
     def make_linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Pack `weight` [N, K] (rounded to the Order's weight dtype) and `bias` [N]; `name` as in "linear.qkv"."""

@@ -70,6 +70,14 @@ class AdmissionTable:
             raise ValueError(self._refusal(op, order, kernel, "any schedule"))
         return schedules
 
+    def require_all(self, op: str, order: Order, kernel: str) -> tuple[str, ...]:
+        """All schedules of a kernel that may choose among them itself. Raises ValueError if one is not admitted."""
+        admitted = self.require_any(op, order, kernel)
+        for claim, _ in self._of(op, order):
+            if claim.kernel == kernel:
+                self.require(op, order, kernel, claim.schedule)
+        return admitted
+
     def _of(self, op: str, order: Order) -> Iterator[tuple[Claim, Verdict]]:
         return ((c, v) for c, v in self.verdicts.items() if c.op == op and c.order == order)
 

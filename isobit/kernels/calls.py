@@ -109,6 +109,7 @@ def _attention(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any
     y = library.attention(
         _tensor(inputs["q"], misaligned), kv_layer, _int32(np.append(starts, requests.size)),
         _int32(positions[starts]), page_tables, inputs["num_heads"], kv_heads, head_dim, inputs["scale"],
+        schedule,
     )  # fmt: skip
     return {"y": y.numpy()}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from isobit.kernels.cpu.library import ATTENTION_SCHEDULES, CpuLibrary
 from isobit.order import (
     AttentionOrder,
     LinearOrder,
@@ -90,7 +91,7 @@ _OWN_ORDER: Mapping[type[Any], Callable[[Any], Order]] = MappingProxyType(
 _LINEAR_DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
 
-def library_kernels(library: Any) -> tuple[Kernel, ...]:
+def library_kernels(library: CpuLibrary) -> tuple[Kernel, ...]:
     """The kernels of one CpuLibrary. A linear kernel is declared for each pair of dtypes, as its schedules differ."""
     kernels = []
     for weight_dtype, activation_dtype in _LINEAR_DTYPES:
@@ -100,9 +101,11 @@ def library_kernels(library: Any) -> tuple[Kernel, ...]:
             if offered:
                 kernels.append(_declare(library, op, offered, _claim(lambda order, own=own: own)))  # type: ignore[misc]
     for kind, own_order in _OWN_ORDER.items():
-        kernels += [_declare(library, op, ONE_SCHEDULE, _claim(own_order)) for op in OPS_OF_ORDER[kind]]
+        for op in OPS_OF_ORDER[kind]:
+            offered = tuple(ATTENTION_SCHEDULES) if op == "attention" else ONE_SCHEDULE
+            kernels.append(_declare(library, op, offered, _claim(own_order)))
     return tuple(kernels)
 
 
-def _declare(library: Any, op: str, schedules: tuple[str, ...], claims: Callable[[Order], str | None]) -> Kernel:
+def _declare(library: CpuLibrary, op: str, schedules: tuple[str, ...], claims: Callable[[Order], str | None]) -> Kernel:
     return Kernel(library.name, op, ("cpu",), schedules, library.source_hash, claims, library)
