@@ -1,13 +1,13 @@
 // y = x W^T + bias (+ addend) with the bits of LinearOrder: packing of weights, and two ways to walk the work.
 //
 // "stream" reads a few rows of x where they lie and runs through the weight once, as fast as memory gives it; "tile"
-// packs x into tiles of MICRO_ROWS rows, for many rows. "dp-" variants do the same with VDPBF16PS. Invariant: each output
+// packs x into tiles of a few rows, for many rows. "-dp" variants do the same with VDPBF16PS. Invariant: each output
 // element is computed by one work item, k block by k block, so rows, threads and schedule cannot be seen in it.
 #include "linear_blocks.h"
 #include "pool.h"
 #include "scratch.h"
 
-#define CHUNK_ROWS 96  // rows of packed x that one item takes: one k block of them stays in the second-level cache
+#define CHUNK_ROWS 120  // rows of packed x that one item takes: one k block of them stays in the second-level cache
 #define SMALL_LINEAR 100000  // products below which waking a second thread costs more than it saves
 
 enum schedule { STREAM = 0, TILE = 1, DOT_STREAM = 2, DOT_TILE = 3 };
@@ -53,7 +53,7 @@ static void pack_panel(int64_t panel, void *arg) {
 }
 
 void isobit_pack_linear(const void *weight, void *packed, int64_t n, int64_t k, int is_bf16,
-                                   int num_threads) {
+                        int num_threads) {
     pack_job job = {weight, packed, n, k, is_bf16};
     parallel_for(num_threads, divide_up(n, PANEL_WIDTH), pack_panel, &job);
 }
@@ -81,7 +81,7 @@ static void embedding_row(int64_t row, void *arg) {
 
 // Returns -1, or the first row whose id is outside [0, n); nothing is written then.
 int64_t isobit_embedding(const void *packed, const int32_t *ids, float *out, int64_t m, int64_t n, int64_t k,
-                                    int is_bf16, int num_threads) {
+                         int is_bf16, int num_threads) {
     for (int64_t row = 0; row < m; row++) {
         if (ids[row] < 0 || ids[row] >= n) {
             return row;
@@ -103,6 +103,7 @@ typedef struct {
     int64_t steps, k_step;  // steps of the packed weight, and of one k block
     int64_t x_steps;        // elements of prepared x per row: floats, or words of two bfloat16
     int64_t x_per_step;     // of these, how many belong to one step of the weight
+    int64_t tile_rows;      // rows the kernel takes at once
     void *prepared;         // x as the kernel reads it; NULL when it reads x itself
     bool round_x, dot, tiled;
     int64_t chunk_rows, num_chunks;
@@ -121,7 +122,7 @@ INLINE uint32_t prepared_element(const linear_job *job, const float *row, int64_
 }
 
 INLINE void prepare_rows_as(const linear_job *job, int64_t tile, bool round_x, bool dot) {
-    int64_t rows = job->tiled ? MICRO_ROWS : 1, row0 = tile * rows;
+    int64_t rows = job->tiled ? job->tile_rows : 1, row0 = tile * rows;
     uint32_t *to = (uint32_t *)job->prepared + row0 * job->x_steps;
     for (int64_t r = 0; r < rows; r++) {
         const float *row = job->x + (row0 + r) * job->k;
@@ -164,8 +165,8 @@ static void linear_strip(int64_t item, void *arg) {
     const uint32_t *x = job->prepared ? job->prepared : (const uint32_t *)job->x;
     float sums[CHUNK_ROWS * STRIP_WIDTH] __attribute__((aligned(64)));
     for (int64_t step = 0; step < job->steps; step += job->k_step) {  // REDUCTION ORDER: see LinearOrder
-        for (int64_t row = row0; row < row1; row += MICRO_ROWS) {
-            int64_t first_x = step * job->x_per_step * (job->tiled ? MICRO_ROWS : 1);
+        for (int64_t row = row0; row < row1; row += job->tile_rows) {
+            int64_t first_x = step * job->x_per_step * (job->tiled ? job->tile_rows : 1);
             block_arguments arguments = {
                 .a = x + row * job->x_steps + first_x,
                 .b = job->packed + (n0 / PANEL_WIDTH * job->steps + step) * PANEL_WIDTH,
@@ -175,7 +176,7 @@ static void linear_strip(int64_t item, void *arg) {
                 .sums = sums + (row - row0) * STRIP_WIDTH,
                 .first = step == 0,
             };
-            job->kernel((int)min64(MICRO_ROWS, row1 - row), panels, arguments);
+            job->kernel((int)min64(job->tile_rows, row1 - row), panels, arguments);
         }
     }
     for (int64_t row = row0; row < row1; row++) {
@@ -198,7 +199,7 @@ static strip_kernel choose_kernel(int is_bf16, int schedule) {
 // x [m][k] float32, out [m][n] float32; out may be addend. Returns 0; -1 when memory ran out; -2 for a schedule this
 // library does not have.
 int isobit_linear(const float *x, const void *packed, const float *bias, const float *addend, float *out,
-                             int64_t m, int64_t n, int64_t k, int is_bf16, int round_x, int schedule, int num_threads) {
+                  int64_t m, int64_t n, int64_t k, int is_bf16, int round_x, int schedule, int num_threads) {
     linear_job job = {x, bias, addend, packed, out, m, n, k, .kernel = choose_kernel(is_bf16, schedule)};
     if (!job.kernel || m < 1) {
         return job.kernel ? 0 : -2;
@@ -211,16 +212,17 @@ int isobit_linear(const float *x, const void *packed, const float *bias, const f
     job.k_step = is_bf16 ? BFLOAT16_K_BLOCK / 2 : FLOAT32_K_BLOCK;
     job.x_per_step = is_bf16 && !job.dot ? 2 : 1;
     job.x_steps = job.steps * job.x_per_step;
-    int64_t num_tiles = job.tiled ? divide_up(m, MICRO_ROWS) : m;
+    job.tile_rows = is_bf16 ? BFLOAT16_ROWS : FLOAT32_ROWS;
+    int64_t rows_per_tile = job.tiled ? job.tile_rows : 1, num_tiles = divide_up(m, rows_per_tile);
     if (job.tiled || job.dot || round_x || job.x_steps != k) {
-        job.prepared = scratch_reserve(SCRATCH_CALL, (size_t)(num_tiles * (job.tiled ? MICRO_ROWS : 1) * job.x_steps) * 4);
+        job.prepared = scratch_reserve(SCRATCH_CALL, (size_t)(num_tiles * rows_per_tile * job.x_steps) * 4);
         if (!job.prepared) {
             return -1;
         }
-        parallel_for(m > MICRO_ROWS ? num_threads : 1, num_tiles, prepare_rows, &job);
+        parallel_for(m > job.tile_rows ? num_threads : 1, num_tiles, prepare_rows, &job);
     }
     job.num_chunks = divide_up(m, CHUNK_ROWS);
-    job.chunk_rows = divide_up(divide_up(m, job.num_chunks), MICRO_ROWS) * MICRO_ROWS;
+    job.chunk_rows = divide_up(divide_up(m, job.num_chunks), job.tile_rows) * job.tile_rows;
     job.num_chunks = divide_up(m, job.chunk_rows);
     parallel_for(num_threads, divide_up(n, STRIP_WIDTH) * job.num_chunks, linear_strip, &job);
     return 0;

@@ -10,25 +10,33 @@
 
 #include <stdbool.h>
 
-// A panel is PANEL_WIDTH columns of the weight, k by k. A strip is what one work item computes at a time: at most
-// STRIP_ROWS rows times STRIP_WIDTH columns.
+// A panel is PANEL_WIDTH columns of the weight, k by k. A strip is STRIP_WIDTH columns, what a work item computes.
 #define STRIP_WIDTH 64
-#define MICRO_ROWS 6
 #if defined(ISOBIT_AVX512)
 #define PANEL_WIDTH 64
-#define ACCUMULATORS 24  // registers a block may use for sums
+#define REGISTERS 32
 #elif defined(ISOBIT_NEON)
 #define PANEL_WIDTH 16
-#define ACCUMULATORS 24
+#define REGISTERS 32
 #elif defined(ISOBIT_AVX2)
 #define PANEL_WIDTH 16
-#define ACCUMULATORS 12
+#define REGISTERS 16
 #else
 #define PANEL_WIDTH 4
-#define ACCUMULATORS 24
+#define REGISTERS 32
 #endif
 #define PANEL_VECTORS (PANEL_WIDTH / VL)
 #define STRIP_PANELS (STRIP_WIDTH / PANEL_WIDTH)
+
+// How much of a strip a block holds in registers. What it needs beside its sums: for float32 an x, the weights of a
+// panel; for bfloat16 a mask and words as well. A row more than fits costs a third of the speed (measured).
+#define MAX_ROWS 6
+#define FLOAT32_SPARE 4
+#define BFLOAT16_SPARE 6
+#define FITS(rows, panels, spare) ((rows) * (panels) * PANEL_VECTORS + (spare) <= REGISTERS)
+#define ROWS_AT_ONCE(spare) (FITS(MAX_ROWS, 1, spare) ? MAX_ROWS : (REGISTERS - (spare)) / PANEL_VECTORS)
+#define FLOAT32_ROWS ROWS_AT_ONCE(FLOAT32_SPARE)
+#define BFLOAT16_ROWS ROWS_AT_ONCE(BFLOAT16_SPARE)
 
 #define FLOAT32_K_BLOCK 256   // LinearOrder.k_block
 #define BFLOAT16_K_BLOCK 512  // LinearOrder.k_block, 256 pairs
@@ -42,7 +50,7 @@ typedef struct {
     bool first;
 } block_arguments;
 
-typedef V block_sums[MICRO_ROWS][STRIP_WIDTH / VL];
+typedef V block_sums[MAX_ROWS][STRIP_WIDTH / VL];
 
 // `rows` and `panels` are constants in every call below, so that each of these becomes straight code.
 INLINE void block_zero(int rows, int panels, block_sums sums) {
@@ -100,7 +108,7 @@ INLINE void block_bf16(int rows, int panels, const block_arguments *g, int64_t r
     for (int64_t pair = 0; pair < g->steps; pair++) {  // REDUCTION ORDER: see LinearOrder
         UNROLL(2) for (int odd = 1; odd >= 0; odd--) {
             const uint32_t *step = b + pair * PANEL_WIDTH;
-            __asm__("" : "+r"(step));
+            __asm__ volatile("" : "+r"(step));
             V w[STRIP_WIDTH / VL];
             UNROLL(16) for (int v = 0; v < panels * PANEL_VECTORS; v++) {
                 const uint32_t *panel = step + v / PANEL_VECTORS * panel_stride;
@@ -148,49 +156,53 @@ INLINE void block_dot(int rows, int panels, const block_arguments *g, int64_t ro
 #define HAS_DOT_PRODUCT 0
 #endif
 
-// A kernel computes 1..MICRO_ROWS rows of one strip for one k block. Rows that lie in a packed tile are next to each
-// other; rows of a plain matrix have k next to each other. Few rows take several panels at once, as many as the
-// registers allow: independent sums hide the latency of FMA, and several streams keep the memory busy.
-#define PANELS_AT_ONCE(rows)                                                                      \
-    (ACCUMULATORS / ((rows) * PANEL_VECTORS) >= 4 && STRIP_PANELS % 4 == 0                        \
-         ? 4                                                                                      \
-         : ACCUMULATORS / ((rows) * PANEL_VECTORS) >= 2 && STRIP_PANELS % 2 == 0 ? 2 : 1)
+// A kernel computes 1..FLOAT32_ROWS or 1..BFLOAT16_ROWS rows of one strip for one k block. Rows that lie in a packed
+// tile are next to each other; rows of a plain matrix have k next to each other. Few rows take several panels at once, as
+// far as the registers go: independent sums hide the latency of FMA, and several streams keep the memory busy.
+#define PANELS_AT_ONCE(rows, spare)                                \
+    (STRIP_PANELS % 4 == 0 && FITS(rows, 4, spare)   ? 4           \
+     : STRIP_PANELS % 2 == 0 && FITS(rows, 2, spare) ? 2           \
+                                                     : 1)
 
-#define STRIP_CASE(block, rows, row_stride, k_stride)                                     \
-    case rows:                                                                            \
-        for (; left >= PANELS_AT_ONCE(rows); left -= PANELS_AT_ONCE(rows)) {              \
-            block(rows, PANELS_AT_ONCE(rows), &g, row_stride, k_stride);                  \
-            g.b = (const char *)g.b + PANELS_AT_ONCE(rows) * g.panel_stride * sizeof(float); \
-            g.sums += PANELS_AT_ONCE(rows) * PANEL_WIDTH;                                 \
-        }                                                                                 \
-        for (; left > 0; left--) {                                                        \
-            block(rows, 1, &g, row_stride, k_stride);                                     \
-            g.b = (const char *)g.b + g.panel_stride * sizeof(float);                     \
-            g.sums += PANEL_WIDTH;                                                        \
-        }                                                                                 \
+INLINE void next_panels(block_arguments *g, int panels) {
+    g->b = (const float *)g->b + panels * g->panel_stride;  // an element of b has the size of a float, or is one
+    g->sums += panels * PANEL_WIDTH;
+}
+
+#define STRIP_CASE(block, spare, rows, row_stride, k_stride)               \
+    case rows:                                                             \
+        if (FITS(rows, 1, spare)) {                                        \
+            int many = PANELS_AT_ONCE(rows, spare);                        \
+            for (; left >= many; left -= many, next_panels(&g, many)) {    \
+                block(rows, many, &g, row_stride, k_stride);               \
+            }                                                              \
+            for (; left > 0; left--, next_panels(&g, 1)) {                 \
+                block(rows, 1, &g, row_stride, k_stride);                  \
+            }                                                              \
+        }                                                                  \
         break;
 
-#define STRIP_KERNEL(name, block, row_stride, k_stride)                \
+#define STRIP_KERNEL(name, block, spare, row_stride, k_stride)         \
     static void name(int rows, int left, block_arguments g) {          \
         switch (rows) {                                                \
-            STRIP_CASE(block, 1, row_stride, k_stride)                 \
-            STRIP_CASE(block, 2, row_stride, k_stride)                 \
-            STRIP_CASE(block, 3, row_stride, k_stride)                 \
-            STRIP_CASE(block, 4, row_stride, k_stride)                 \
-            STRIP_CASE(block, 5, row_stride, k_stride)                 \
-            STRIP_CASE(block, 6, row_stride, k_stride)                 \
+            STRIP_CASE(block, spare, 1, row_stride, k_stride)          \
+            STRIP_CASE(block, spare, 2, row_stride, k_stride)          \
+            STRIP_CASE(block, spare, 3, row_stride, k_stride)          \
+            STRIP_CASE(block, spare, 4, row_stride, k_stride)          \
+            STRIP_CASE(block, spare, 5, row_stride, k_stride)          \
+            STRIP_CASE(block, spare, 6, row_stride, k_stride)          \
         }                                                              \
     }
 
 typedef void (*strip_kernel)(int rows, int panels, block_arguments arguments);
 
-STRIP_KERNEL(stream_f32, block_f32, g.row_stride, 1)
-STRIP_KERNEL(tile_f32, block_f32, 1, MICRO_ROWS)
-STRIP_KERNEL(stream_bf16, block_bf16, g.row_stride, 1)
-STRIP_KERNEL(tile_bf16, block_bf16, 1, MICRO_ROWS)
+STRIP_KERNEL(stream_f32, block_f32, FLOAT32_SPARE, g.row_stride, 1)
+STRIP_KERNEL(tile_f32, block_f32, FLOAT32_SPARE, 1, FLOAT32_ROWS)
+STRIP_KERNEL(stream_bf16, block_bf16, BFLOAT16_SPARE, g.row_stride, 1)
+STRIP_KERNEL(tile_bf16, block_bf16, BFLOAT16_SPARE, 1, BFLOAT16_ROWS)
 #if HAS_DOT_PRODUCT
-STRIP_KERNEL(stream_dot, block_dot, g.row_stride, 1)
-STRIP_KERNEL(tile_dot, block_dot, 1, MICRO_ROWS)
+STRIP_KERNEL(stream_dot, block_dot, BFLOAT16_SPARE, g.row_stride, 1)
+STRIP_KERNEL(tile_dot, block_dot, BFLOAT16_SPARE, 1, BFLOAT16_ROWS)
 #endif
 
 #endif

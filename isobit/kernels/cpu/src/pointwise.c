@@ -74,7 +74,7 @@ static void norm_call_row(int64_t row, const void *arg) {
 
 // x, out [m][width]
 void isobit_rms_norm(const float *x, const float *weight, float *out, int64_t m, int64_t width, float eps,
-                                int num_threads) {
+                     int num_threads) {
     norm_call call = {x, weight, out, width, eps};
     for_rows(num_threads, m, width, norm_call_row, &call);
 }
@@ -181,10 +181,10 @@ static void rope_row(int64_t row, const void *arg) {
 
 // qkv [m][q heads | k heads | v heads]; head_dim <= 256. Row i goes to slot slots[i] = page * 64 + offset.
 void isobit_rope_and_cache(const float *qkv, const int32_t *positions, const int32_t *slots,
-                                      const float *cos, const float *sin, const float *q_norm, const float *k_norm,
-                                      float *q_out, void *kv_layer, int64_t m, int64_t num_pages, float eps,
-                                      int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int interleaved,
-                                      int kv_is_bf16, int num_threads) {
+                           const float *cos, const float *sin, const float *q_norm, const float *k_norm,
+                           float *q_out, void *kv_layer, int64_t m, int64_t num_pages, float eps,
+                           int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int interleaved,
+                           int kv_is_bf16, int num_threads) {
     rope_call call = {qkv, positions, slots, cos, sin, q_norm, k_norm, q_out, kv_layer, num_pages, eps,
                       num_heads, num_kv_heads, head_dim, rotary_dim, interleaved, kv_is_bf16};
     for_rows(num_threads, m, (int64_t)(num_heads + 2 * num_kv_heads) * head_dim * 2, rope_row, &call);
