@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from isobit import order
+import isobit
+from isobit import cli, order
 
 PACKAGE = Path(order.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -64,8 +65,9 @@ def imports_of(source: str, module: str, is_package: bool) -> list[str]:
                 anchor = module.split(".")
                 anchor = anchor[: len(anchor) - node.level + is_package]
                 base = ".".join([*anchor, base] if base else anchor)
-            # `from isobit import order` imports a module of the package, not the facade
-            found += [f"isobit.{alias.name}" if base == "isobit" else base for alias in node.names]
+            # `from isobit import order` imports a module of the package, not a name of the facade
+            found += [f"isobit.{alias.name}" if base == "isobit" and alias.name in LEVELS else base
+                      for alias in node.names]  # fmt: skip
     return found
 
 
@@ -96,6 +98,7 @@ def test_imports_go_down(file: str) -> None:
         "def f():\n    import isobit.models.llama",
         "import torch.nn",
         "import isobit",
+        "from isobit import LLM",
     ],
 )
 def test_import_check_finds_a_planted_violation(source: str) -> None:
@@ -267,9 +270,11 @@ def test_banned_call_check_lets_own_calls_pass(source: str) -> None:
 NUM_REDUCTION_TAGS = {
     "cpu/src/attention.c": 2,
     "cpu/src/attention_page.h": 5,
+    "cpu/src/head.c": 3,
     "cpu/src/linear.c": 1,
     "cpu/src/linear_blocks.h": 3,
     "cpu/src/pointwise.c": 2,
+    "cpu/src/sample.c": 2,
     "reference/ops.py": 12,
 }
 TAG = re.compile(r"REDUCTION ORDER(?:: (?:see )?(\w+))?")
@@ -302,3 +307,51 @@ def test_file_opens_with_a_docstring_and_is_one_room(file: str) -> None:
     source = (PACKAGE / file).read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(source)), f"isobit/{file}: say what it is, and what it does not know"
     assert source.count("\n") <= MAX_LINES, f"isobit/{file} has more than {MAX_LINES} lines: one room or two?"
+
+
+def test_public_names_are_frozen() -> None:
+    assert isobit.__all__ == [
+        "LLM", "CompletionOutput", "EngineConfig", "RequestResult", "SamplingParams", "TokenLogprob", "__version__",
+    ]  # fmt: skip
+    assert order.__all__ == [
+        "KV_BLOCK", "NUMERICS_VERSION", "AttentionOrder", "LinearOrder", "LogprobsOrder", "NormOrder", "Order",
+        "PointwiseOrder", "SamplingOrder", "attention_order", "fingerprint", "linear_order", "logprobs_order",
+        "model_orders", "norm_order", "pointwise_order", "sampling_order",
+    ]  # fmt: skip
+    assert all(hasattr(isobit, name) for name in isobit.__all__)
+    assert all(hasattr(order, name) for name in order.__all__)
+
+
+ENGINE_OPTIONS = {
+    "--activation-dtype", "--chat-template", "--chunked-prefill-size", "--config", "--context-length", "--cpu-library",
+    "--device", "--disable-radix-cache", "--dtype", "--help", "--hf-overrides", "--kv-cache-dtype", "--max-logprobs",
+    "--max-queued-requests", "--max-running-requests", "--max-total-tokens", "--model", "--num-threads",
+    "--random-seed", "--served-model-name",
+    # names of other engines
+    "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--model-path", "--no-enable-prefix-caching",
+    "--threads",
+}  # fmt: skip
+OPTIONS = {
+    "serve": ENGINE_OPTIONS | {"--generation-config", "--host", "--port", "--sampling-defaults"},
+    "generate": ENGINE_OPTIONS
+    | {"--chat", "--json", "--system", "--stop"}
+    | {
+        "--frequency-penalty", "--logprobs", "--max-tokens", "--min-p", "--min-tokens", "--n", "--presence-penalty",
+        "--repetition-penalty", "--seed", "--temperature", "--top-k", "--top-p",
+    },
+    "score": ENGINE_OPTIONS | {"--json"},
+    "plan": ENGINE_OPTIONS,
+    "orders": ENGINE_OPTIONS,
+    "doctor": {"--help", "--json", "--model"},
+}  # fmt: skip
+
+
+def test_command_line_options_are_frozen() -> None:
+    _, commands = cli.build_parser()
+    found = {name: cli.option_names(parser) for name, parser in commands.items()}
+    assert found == {name: sorted(options) for name, options in OPTIONS.items()}
+
+
+def test_version_is_one() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{isobit.__version__}"\n' in text
