@@ -20,7 +20,7 @@ from isobit import doctor
 from isobit.kernels import admission
 from isobit.kernels.admission import AdmissionTable, Claim, admit, host_facts
 from isobit.kernels.bitcompare import first_difference
-from isobit.kernels.calls import call
+from isobit.kernels.calls import call, prepare
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.probes import probes_for
 from isobit.kernels.reference.calls import expect
@@ -244,7 +244,8 @@ def test_probes_pass_the_reference_and_refuse_a_mutant(op: str) -> None:
     for probe in probes[:3]:
         truth = expect(op, order, probe.inputs)
         for run in probe.runs[:: max(1, len(probe.runs) // 5)]:
-            outputs = call(honest, op, order, "only", probe.select(run.rows), run.misaligned)
+            inputs = probe.select(run.rows)
+            outputs = call(honest, op, order, "only", inputs, run.misaligned, prepare(honest, op, order, inputs))
             for name, expected in truth.items():
                 assert first_difference(expected[list(run.rows)], outputs[name]) is None, (probe.label, run, name)
     if op in CHANGED_FIELDS:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isobit.kernels.calls import call
+from isobit.kernels.calls import call, prepare
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.golden import GoldenCase, digest, golden_cases
@@ -41,7 +41,8 @@ def test_library_gives_the_golden_bits(name: str, library_name: str) -> None:
     for threads in (1, 2):
         library = CpuLibrary(library_name, threads)
         for schedule in schedules(library, case):
-            outputs = call(library, case.op, case.order, schedule, case.inputs)
+            kept = prepare(library, case.op, case.order, case.inputs)
+            outputs = call(library, case.op, case.order, schedule, case.inputs, False, kept)
             message = f"{CHANGED.format(case.op)} ({library_name}, {schedule}, {threads} threads)"
             assert digest(outputs) == GOLDEN["digests"][name], message
 

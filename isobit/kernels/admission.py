@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from isobit.kernels.bitcompare import first_difference
-from isobit.kernels.calls import call
+from isobit.kernels.calls import call, prepare
 from isobit.kernels.probe_data import Probe, Run
 from isobit.kernels.probes import PROBE_VERSION, probes_for
 from isobit.kernels.reference.calls import Arrays, expect
@@ -225,9 +225,13 @@ def _prove(kernel: Kernel, order: Order, schedule: str, truths: Sequence[tuple[P
     threads = kernel.library.num_threads
     try:
         for probe, truth in truths:
+            kept: dict[int, Any] = {}  # by number of threads: packing is proven under each
             for run in probe.runs:
                 kernel.library.num_threads = run.num_threads
-                outputs = call(kernel.library, kernel.op, order, schedule, probe.select(run.rows), run.misaligned)
+                if run.num_threads not in kept:
+                    kept[run.num_threads] = prepare(kernel.library, kernel.op, order, probe.inputs)
+                inputs, weight = probe.select(run.rows), kept[run.num_threads]
+                outputs = call(kernel.library, kernel.op, order, schedule, inputs, run.misaligned, weight)
                 verdict = _compare(probe, run, truth, outputs)
                 if verdict is not None:
                     return verdict, True

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from isobit.kernels.probe_data import THREADS, Probe, Run, bits, floats, row_runs, with_specials
+from isobit.kernels.reference.ops import round_to
 
 __all__ = ["attention_probes", "rope_and_cache_probes"]
 
@@ -40,7 +41,7 @@ def _attention_probe(
     for i, (keys, _) in enumerate(requests):
         k = with_specials(seed + 5 * i + 2, floats(seed + 5 * i + 3, keys, num_kv_heads, width, high=-1), 97)
         v = with_specials(seed + 5 * i + 4, floats(seed + 5 * i + 5, keys, num_kv_heads, width, low=-12, high=6), 97)
-        kv.append((k, v))
+        kv.append((round_to(order.kv_dtype, k), round_to(order.kv_dtype, v)))
     if requests[1][1] < (poisoned := requests[1][0] - 5):
         kv[1][0][poisoned, 0, width // 2] = np.nan
         kv[1][1][poisoned, :, 0] = np.inf

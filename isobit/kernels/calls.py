@@ -19,17 +19,31 @@ import torch
 
 from isobit.kernels.reference.calls import Arrays
 from isobit.kernels.reference.math import Float32, flush
-from isobit.kernels.reference.ops import round_to
 
 PAGE_SIZE = 64
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SENTINEL = 7.0  # what untouched cache slots hold while rope_and_cache is watched
 
 
+def prepare(library: Any, op: str, order: Any, inputs: Mapping[str, Any]) -> Any:
+    """What a model keeps between calls of `op`: the packed weight of linear and embedding, else None."""
+    if op not in ("linear", "embedding"):
+        return None
+    weight = _tensor(inputs["w"]).to(_TORCH_DTYPES[order.weight_dtype])
+    return library.pack_linear(weight, _optional(inputs.get("bias"), False))
+
+
 def call(
-    library: Any, op: str, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool = False
+    library: Any, op: str, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool, kept: Any
 ) -> Arrays:
-    """Run `library`'s method `op`. `misaligned`: float inputs start 4 bytes off an allocation, linear adds in place."""
+    """Run `library`'s method `op`; `kept` is from `prepare`.
+
+    `misaligned`: float inputs start 4 bytes off an allocation, and linear adds in place.
+    """
+    if op == "linear":
+        return _linear(library, order, schedule, inputs, misaligned, kept)
+    if op == "embedding":
+        return {"y": flush(library.embedding(kept, _int32(inputs["ids"])).numpy())}
     return _CALLS[op](library, order, schedule, inputs, misaligned)
 
 
@@ -50,20 +64,12 @@ def _int32(values: Any) -> torch.Tensor:
     return _tensor(np.asarray(values, dtype=np.int32))
 
 
-def _pack(library: Any, order: Any, inputs: Mapping[str, Any]) -> Any:
-    weight = _tensor(inputs["w"]).to(_TORCH_DTYPES[order.weight_dtype])
-    return library.pack_linear(weight, _optional(inputs.get("bias"), False))
-
-
-def _linear(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
+def _linear(
+    library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool, packed: Any
+) -> Arrays:
     x, addend = _tensor(inputs["x"], misaligned), _optional(inputs["addend"], misaligned)
-    packed = _pack(library, order, inputs)
     out = addend if misaligned else None  # the residual stream may be updated in place
     return {"y": library.linear(x, packed, order.activation_dtype, schedule, addend, out).numpy()}
-
-
-def _embedding(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
-    return {"y": flush(library.embedding(_pack(library, order, inputs), _int32(inputs["ids"])).numpy())}
 
 
 def _rms_norm(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
@@ -115,7 +121,10 @@ def _attention(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any
 
 
 def paged(kv_dtype: str, kv: list[tuple[Float32, Float32]], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kv_layer, page_tables): the first `lengths` keys of each (k, v [T, KV, D]) in scattered pages, else NaN."""
+    """(kv_layer, page_tables): the first `lengths` keys of each (k, v [T, KV, D]) in scattered pages, else NaN.
+
+    k and v hold values of `kv_dtype`.
+    """
     kv_heads, width = kv[0][0].shape[1:]
     counts = [-(-length // PAGE_SIZE) for length in lengths]
     num_pages = int(np.add.reduce(counts)) + 2
@@ -130,8 +139,8 @@ def paged(kv_dtype: str, kv: list[tuple[Float32, Float32]], lengths: list[int]) 
             size = keys.stop - keys.start
             k_page = cache[0, page].reshape(kv_heads, width, PAGE_SIZE)
             v_page = cache[1, page].reshape(kv_heads, PAGE_SIZE, width)
-            k_page[:, :, :size] = round_to(kv_dtype, k[keys]).transpose(1, 2, 0)
-            v_page[:, :size] = round_to(kv_dtype, v[keys]).transpose(1, 0, 2)
+            k_page[:, :, :size] = k[keys].transpose(1, 2, 0)
+            v_page[:, :size] = v[keys].transpose(1, 0, 2)
     layer = torch.from_numpy(cache.reshape(2, num_pages, -1)).to(_TORCH_DTYPES[kv_dtype])
     return layer, torch.from_numpy(page_tables)
 
@@ -159,8 +168,6 @@ def _sample(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], 
 
 _CALLS: Mapping[str, Callable[[Any, Any, str, Mapping[str, Any], bool], Arrays]] = MappingProxyType(
     {
-        "linear": _linear,
-        "embedding": _embedding,
         "rms_norm": _rms_norm,
         "silu_mul": _silu_mul,
         "rope_and_cache": _rope_and_cache,

@@ -91,7 +91,7 @@ def _attention_cases() -> list[GoldenCase]:
             "q": floats(seed, sum(rows), 6 * 32, low=-6, high=2),
             "requests": np.repeat([0, 1], rows),
             "positions": np.concatenate([np.arange(n - m, n) for n, m in zip(lengths, rows, strict=True)]),
-            "kv": [(floats(seed + 2 * n, n, 2, 32), floats(seed + 2 * n + 1, n, 2, 32)) for n in lengths],
+            "kv": [tuple(round_to(kv_dtype, floats(seed + 2 * n + i, n, 2, 32)) for i in (0, 1)) for n in lengths],
             "num_heads": 6,
             "scale": 32**-0.5,
         }
