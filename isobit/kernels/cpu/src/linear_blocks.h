@@ -157,8 +157,8 @@ INLINE void block_dot(int rows, int panels, const block_arguments *g, int64_t ro
 #endif
 
 // A kernel computes 1..FLOAT32_ROWS or 1..BFLOAT16_ROWS rows of one strip for one k block. Rows that lie in a packed
-// tile are next to each other; rows of a plain matrix have k next to each other. Few rows take several panels at once, as
-// far as the registers go: independent sums hide the latency of FMA, and several streams keep the memory busy.
+// tile are next to each other; rows of a plain matrix have k next to each other. Few rows take several panels at once,
+// as far as the registers go: independent sums hide the latency of FMA, and several streams keep the memory busy.
 #define PANELS_AT_ONCE(rows, spare)                                \
     (STRIP_PANELS % 4 == 0 && FITS(rows, 4, spare)   ? 4           \
      : STRIP_PANELS % 2 == 0 && FITS(rows, 2, spare) ? 2           \
