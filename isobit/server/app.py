@@ -209,7 +209,7 @@ def _add_state_routes(app: FastAPI, serving: Serving, metrics: Metrics) -> None:
     async def flush_cache() -> Response:
         if await engine.call(lambda inner: inner.flush_cache()):
             return json_response({"flushed": True})
-        raise ApiError(409, "requests are queued or running: the cache can be flushed only when there are none")
+        raise ApiError(409, "cached pages are in use by a running request; nothing was flushed, try again later")
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
