@@ -47,6 +47,14 @@ class ModelConfig:
     attention_kind: str = "gqa"
     generation_defaults: tuple[tuple[str, float], ...] = field(default=())  # generation_config.json, sorted
 
+    def arithmetic(self) -> str:
+        """Everything beside weights and Orders that enters a logit: two models that differ here differ in bits."""
+        names = (
+            "architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope",
+            "tie_word_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "attention_kind",
+        )  # fmt: skip
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(N, K) of every linear layer, by name: qkv, o, gate_up, down, lm_head."""
         heads = self.num_heads * self.head_dim

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from isobit.config import EngineConfig
-from isobit.model_config import ModelConfig, check_context_length
+from isobit.model_config import ModelConfig, check_context_length, context_limit
 from isobit.order import KV_BLOCK, Order, fingerprint, model_orders
 
 PAGE_SIZE = KV_BLOCK
@@ -44,13 +44,14 @@ class Plan:
     chunked_prefill_size: int
     max_running_requests: int
     attention_kind: str
+    model_arithmetic: str
     orders: Mapping[str, Order]
     reasons: Mapping[str, str]
     page_size: int = PAGE_SIZE
 
     def fingerprint(self, weights_digest: str) -> str:
-        """Hash of what decides the bits: weights, Orders, device class, numerics version."""
-        return fingerprint(weights_digest, self.orders, self.device_class)
+        """Hash of what decides the bits: weights, the model's arithmetic, Orders, device class, numerics version."""
+        return fingerprint(f"{weights_digest} {self.model_arithmetic}", self.orders, self.device_class)
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready form for /server_info: values, reasons, and each Order as text."""
@@ -97,6 +98,7 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,
         attention_kind=model.attention_kind,
+        model_arithmetic=model.arithmetic(),
         orders=MappingProxyType(model_orders(model, dtype, activation, kv_dtype, facts.device_class)),
         reasons=MappingProxyType(reasons),
     )
@@ -149,15 +151,16 @@ def _resolve_context(
         check_context_length(model, config.context_length)
         reasons["context_length"] = "as asked"
         return config.context_length
-    limit, why = model.max_position_embeddings, "max_position_embeddings of the model"
-    if model.sliding_window is not None and model.sliding_window < limit:
-        limit, why = model.sliding_window, "sliding window of the model; longer contexts are not supported"
+    limit = context_limit(model)
+    why = "max_position_embeddings of the model"
+    if limit != model.max_position_embeddings:
+        why = f"what isobit serves of the model's {model.max_position_embeddings} (rope scaling or sliding window)"
     fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // bytes_per_token // PAGE_SIZE * PAGE_SIZE
     if fits < limit:
-        limit, why = fits, f"what {KV_MEMORY_SHARE:.0%} of the memory holds; the model allows {limit}"
+        why = f"what {KV_MEMORY_SHARE:.0%} of the memory holds; the model allows {limit}"
+        limit = fits
     if limit < 2:
         raise ValueError(f"the KV cache of one token takes {bytes_per_token} bytes: this machine's memory is too small")
-    check_context_length(model, limit)
     reasons["context_length"] = why
     return limit
 

@@ -85,3 +85,15 @@ def test_control_unconstrained_kernels_move_with_company(checkpoint: Path) -> No
         step_by_step = torch.cat([reference(torch.tensor([sequence[: end + 1]])).logits[0, -1:] for end in range(65)])
     assert relative_error(alone, step_by_step) < TOLERANCE
     assert alone.numpy().tobytes() != step_by_step.numpy().tobytes()
+
+
+def test_fingerprint_covers_what_the_weights_do_not_say(tmp_path: Path) -> None:
+    """Same tensors, another rope or epsilon: other logits, so another fingerprint."""
+    folder = make_tiny("llama", tmp_path / "model")
+    overrides = ("{}", '{"rms_norm_eps": 0.01}', '{"rope_theta": 12345.0}')
+    loaded = [load(folder, hf_overrides=text) for text in overrides]
+    token_ids = make_prompt(40, loaded[0].model_config.vocab_size)
+    assert len({all_logits(model, [token_ids])[0].numpy().tobytes() for model in loaded}) == 3
+    assert len({model.weights_digest for model in loaded}) == 1
+    assert len({model.fingerprint for model in loaded}) == 3
+    assert load(folder).fingerprint == loaded[0].fingerprint

@@ -156,13 +156,11 @@ def test_cold_is_cached(served: Served) -> None:
 
 
 def test_whole_is_preempted_and_resumed(served: Served) -> None:
-    # Nine pages for six requests of 3 pages each: somebody must give way, more than once.
-    copies = [
-        replace(served.needle, name=f"copy{index}", params=replace(served.needle.params, max_tokens=70))
-        for index in range(6)
-    ]
+    # Three requests that grow from one page to four each, in six pages: somebody must give way.
+    params = replace(served.needle.params, max_tokens=150, prompt_logprobs=None)
+    copies = [replace(served.needle, name=f"copy{i}", prompt=served.needle.prompt[:60], params=params) for i in range(3)]
     expected = served.run(copies[:1]).results["copy0"].bits
-    run = served.run(copies, max_total_tokens=9 * 64)
+    run = served.run(copies, max_total_tokens=6 * 64)
     assert run.stats.num_preemptions >= 1, "nothing was preempted"
     assert {result.bits for result in run.results.values()} == {expected}
 

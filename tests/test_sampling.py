@@ -198,13 +198,13 @@ def test_samples_of_one_request_differ_and_are_reproducible(loaded: LoadedModel,
 
 
 def test_case_145_overflow_is_an_error_not_token_zero(tmp_path: Path) -> None:
-    """Weights scaled until float32 overflows: the request fails naming NaN, its mates and later ones are untouched."""
+    """A token whose embedding overflowed fails its request naming NaN; mates and later requests are untouched."""
     from safetensors.torch import load_file, save_file
 
     folder = make_tiny("llama", tmp_path / "overflow")
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
-    embedding[13] = 3e38  # only a prompt with this token overflows
+    embedding[13] = torch.inf
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = EngineConfig(model=str(folder), dtype="float32", context_length=256)
     broken = load_model(config)
@@ -217,6 +217,21 @@ def test_case_145_overflow_is_an_error_not_token_zero(tmp_path: Path) -> None:
     assert run.results["bad"].finish_reason == run.results["later"].finish_reason == "error"
     assert "NaN" in str(run.results["bad"].error) and not run.results["bad"].token_ids
     assert run.results["clean"].bits == run.results["after"].bits == solo
+
+
+def test_a_model_that_overflows_float32_answers_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny("llama", tmp_path / "scaled")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "gate_proj" in name or "up_proj" in name:
+            tensor.mul_(1e25)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = EngineConfig(model=str(folder), dtype="float32", context_length=256)
+    params = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0)
+    result = run_with(load_model(config), config, [Arrival("r", make_prompt(9, 500), params)]).results["r"]
+    assert result.finish_reason == "error" and not result.token_ids
 
 
 @pytest.mark.parametrize(
