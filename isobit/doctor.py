@@ -15,6 +15,7 @@ from typing import Any
 
 from isobit.kernels.admission import AdmissionTable, admit, host_facts
 from isobit.kernels.cpu.build import machine_libraries
+from isobit.kernels.cpu.features import REQUIRED_FLAGS, supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.registry import OPS_OF_ORDER, library_kernels
 from isobit.kernels.verdict_cache import ADMITTED, default_cache_path
@@ -57,7 +58,11 @@ def doctor_orders(model: str) -> dict[str, Order]:
 def _open_libraries() -> tuple[list[CpuLibrary], dict[str, str]]:
     """The libraries that run here, and for each other one of this machine type the reason why not."""
     libraries, unavailable = [], {}
+    supported = supported_libraries()
     for name in machine_libraries(platform.machine()):
+        if name not in supported:
+            unavailable[name] = f"this CPU lacks one or more of {', '.join(REQUIRED_FLAGS[name])}"
+            continue
         try:
             libraries.append(CpuLibrary(name))
         except (ValueError, RuntimeError, OSError) as error:
