@@ -50,7 +50,8 @@ Prompts = Sequence[Sequence[int]]
 def make_prompts(num_prompts: int, length: int, vocab_size: int) -> list[list[int]]:
     """Equal-length prompts of pseudo-random token ids, a function of the arguments alone."""
     generator = torch.Generator().manual_seed(num_prompts * 1000 + length)
-    return torch.randint(100, vocab_size, (num_prompts, length), generator=generator).tolist()  # type: ignore[no-any-return]
+    ids: list[list[int]] = torch.randint(100, vocab_size, (num_prompts, length), generator=generator).tolist()
+    return ids
 
 
 class Isobit:
@@ -269,7 +270,8 @@ def main() -> None:
     parser.add_argument("--memory-of", nargs=2, metavar=("SIDE", "CHECKPOINT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory_of:
-        run_memory(*arguments.memory_of, arguments.num_threads)
+        side, checkpoint = arguments.memory_of
+        run_memory(side, checkpoint, arguments.num_threads)
         return
     result = measure(arguments)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,13 @@ from isobit.models.llama import LlamaForCausalLM
 from isobit.request import SamplingParams
 from isobit.weights import open_weights
 
-SYSTEM = "You are a careful assistant. You answer in a few plain sentences and you never make things up."
-QUESTION = "Why do two computers sometimes get slightly different results when they add the same list of numbers?"
+SYSTEM = "You are a friendly assistant. You answer in a few plain sentences."
+QUESTION = (
+    "Please write a short, friendly note that invites my neighbours to a picnic in the park next Saturday. "
+    "It starts at noon, there will be cake and lemonade, and children are welcome. Three sentences are enough."
+)
 NUM_TOKENS = 24
+CONTROL_TOKENS = 12
 NEEDLES = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0, ignore_eos=True),
     "seeded": SamplingParams(
@@ -40,6 +44,10 @@ NEEDLES = {
     ),
 }  # fmt: skip
 CROWD_SIZE = 32
+
+
+# By step: name, prompt (empty: the needles'), params.
+Arrivals = dict[int, list[tuple[str, Sequence[int], SamplingParams]]]
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,10 @@ def digest(kind: str, values: Sequence[float]) -> str:
 def run(
     engine: LLMEngine,
     prompt: Sequence[int],
-    arrivals: dict[int, list[tuple[str, Sequence[int], SamplingParams]]],
+    arrivals: Arrivals,
     before_step: Callable[[LLMEngine, Trace], None] | None = None,
 ) -> Trace:
-    """Drive the engine until all `arrivals` (by step number) and both needles (arriving where `arrivals` names them
-    by an empty prompt) are served. `before_step` may interfere."""
+    """Drive the engine until all `arrivals` are served, and watch the needles. `before_step` may interfere."""
     trace = Trace({name: [] for name in NEEDLES}, {name: [] for name in NEEDLES})
     last_arrival = max(arrivals)
     while engine.has_unfinished() or trace.num_steps <= last_arrival:
@@ -105,7 +112,7 @@ def run(
     return trace
 
 
-def together() -> dict[int, list[tuple[str, Sequence[int], SamplingParams]]]:
+def together() -> Arrivals:
     """Both needles at once, nobody else."""
     return {0: [(name, (), params) for name, params in NEEDLES.items()]}
 
@@ -133,7 +140,7 @@ class Demo:
 
     def crowd(self) -> Row:
         """30 others of mixed lengths and parameters arrive one by one; the needles arrive among them."""
-        arrivals: dict[int, list[tuple[str, Sequence[int], SamplingParams]]] = {}
+        arrivals: Arrivals = {}
         for index in range(CROWD_SIZE - len(NEEDLES)):
             params = SamplingParams(
                 max_tokens=16 + index, temperature=(index % 3) * 0.6, seed=index, top_k=(index % 4) * 20,
@@ -164,25 +171,26 @@ class Demo:
 
         def take_pages(engine: LLMEngine, trace: Trace) -> None:
             for name, token_ids in trace.token_ids.items():
-                if trace.num_steps in (6, 15) and 0 < len(token_ids) < NUM_TOKENS:
+                if len(token_ids) in (5, 14):
                     engine.scheduler.preempt(name)
 
         engine = self.engine(disable_radix_cache=True, max_total_tokens=256)
         trace = run(engine, self.prompt, together(), take_pages)
         evidence = f"{trace.num_preemptions} preemptions, everything computed again"
-        return trace.row("after forced preemption", evidence, trace.num_preemptions >= 2)
+        return trace.row("after forced preemption", evidence, trace.num_preemptions >= 4)
 
     def threads(self, num_threads: int) -> Row:
         engine = self.engine(num_threads=num_threads)
         trace = run(engine, self.prompt, together())
         now = self.loaded.ops.library.num_threads
-        return trace.row(f"on {num_threads} thread{'s' if num_threads > 1 else ''}", f"kernels ran on {now}", now == num_threads)
+        name = f"on {num_threads} thread{'s' if num_threads > 1 else ''}"
+        return trace.row(name, f"the library's pool had {now}", now == num_threads)
 
     def library(self, name: str) -> Row:
         """Loads the checkpoint anew for another instruction set; the second needle reuses the first one's page."""
         config = replace(self.config, cpu_library=name)
         loaded = self.loaded if name == self.loaded.ops.library.name else load_model(config)
-        arrivals = {step: [(needle, (), NEEDLES[needle])] for step, needle in zip((0, 2), NEEDLES, strict=True)}
+        arrivals: Arrivals = {step: [(one, (), NEEDLES[one])] for step, one in zip((0, 2), NEEDLES, strict=True)}
         trace = run(LLMEngine(config, loaded.reconfigured(config)), self.prompt, arrivals)
         ran = loaded.ops.library.name
         return trace.row(f"{name} library", f"kernels of {ran!r} ran", ran == name)
@@ -222,7 +230,7 @@ def control_rows(model: str, prompt: Sequence[int], num_threads: int) -> list[Ro
         mates = [[*prompt[index:], *prompt[:index]] for index in range(size)]  # mate 0 is the needle
         ids = torch.tensor(mates)
         out = control.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=CONTROL_TOKENS, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         scores = control.compute_transition_scores(out.sequences, out.logits, normalize_logits=True)
@@ -234,7 +242,7 @@ def control_rows(model: str, prompt: Sequence[int], num_threads: int) -> list[Ro
 def print_rows(rows: Sequence[Row]) -> None:
     for row in rows:
         evidence = row.evidence if row.happened else f"NOT MEASURED: {row.evidence}"
-        print(f"{row.condition:<24}  {evidence:<46}  {row.tokens:<12}  {row.logprobs}", flush=True)
+        print(f"{row.condition:<24}  {evidence:<48}  {row.tokens:<12}  {row.logprobs}", flush=True)
 
 
 def all_equal(rows: Sequence[Row]) -> bool:
@@ -251,14 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     llm = LLM(model=options.model)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     print(f"{QUESTION}\n")
-    [result] = llm.chat([messages], SamplingParams(max_tokens=80, temperature=0.0))
+    [result] = llm.chat(messages, SamplingParams(max_tokens=64, temperature=0.0), use_tqdm=False)
     print(f"{result.outputs[0].text.strip()}\n")
 
     engine: LLMEngine = llm.engine
     demo = Demo(engine.config, engine.loaded, result.prompt_token_ids)
     print(f"fingerprint {engine.fingerprint}, {engine.plan.dtype} weights, kernels {engine.plan.cpu_library!r}")
     print(f"the same two requests (greedy; seed 7 at temperature 0.8), {NUM_TOKENS} tokens each:\n")
-    print(f"{'condition':<24}  {'what happened':<46}  {'tokens':<12}  log-prob bits")
+    print(f"{'condition':<24}  {'what happened':<48}  {'tokens':<12}  log-prob bits")
     cases: list[Callable[[], Row]] = [demo.alone, demo.crowd, demo.chunked, demo.warm, demo.preempted]
     cases += [lambda: demo.threads(1), lambda: demo.threads(2)]
     cases += [lambda name=name: demo.library(name) for name in supported_libraries()]  # type: ignore[misc]
@@ -269,11 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = all_equal(rows)
     print(f"\n{'all equal, by bytes' if good else 'NOT ALL EQUAL'}: {len(rows)} conditions\n")
 
-    print("control: the greedy request and the same weights in transformers, float32, torch's own kernels:\n")
+    print(f"control: the greedy request ({CONTROL_TOKENS} tokens) and the same weights in transformers, float32:\n")
     control = control_rows(options.model, demo.prompt, cores)
     print_rows(control)
     differs = not all_equal(control)
-    print(f"\nits bits {'depend on the company' if differs else 'happen not to differ on this machine'}")
+    print(f"\ntorch's own kernels: {'log-prob bits depend on the company' if differs else 'no difference this time'}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     return 0 if good else 1
 
