@@ -109,38 +109,58 @@ typedef struct {
     int64_t chunk_rows, num_chunks;
 } linear_job;
 
-// Element `i` of a prepared row: a float, possibly rounded to bfloat16, or a word of two; +0 past the end.
-INLINE uint32_t prepared_element(const linear_job *job, const float *row, int64_t i, bool round_x, bool dot) {
-    if (dot) {
-        uint32_t odd = 2 * i + 1 < job->k ? bf16_of_float(row[2 * i + 1]) : 0;
-        return bf16_of_float(row[2 * i]) | odd << 16;
+#define PREPARE_ELEMENTS 256  // elements of a row that are prepared at a time
+
+// Elements [i0, i0 + count) of a prepared row: floats, possibly rounded to bfloat16, or words of two; +0 past the end.
+static void prepare_elements(const linear_job *job, const float *row, int64_t i0, int64_t count, uint32_t *to) {
+    int64_t whole = job->dot ? job->k / 2 : job->k;  // elements before the end of the row
+    whole = whole < i0 ? 0 : min64(count, whole - i0);
+    if (job->dot) {
+        for (int64_t i = 0; i < whole; i++) {
+            const float *pair = row + 2 * (i0 + i);
+            to[i] = bf16_of_float(pair[0]) | (uint32_t)bf16_of_float(pair[1]) << 16;
+        }
+    } else if (job->round_x) {
+        for (int64_t i = 0; i < whole; i++) {
+            to[i] = (uint32_t)bf16_of_float(row[i0 + i]) << 16;
+        }
+    } else {
+        memcpy(to, row + i0, (size_t)whole * sizeof(float));
     }
-    if (i >= job->k) {
-        return 0;
+    for (int64_t i = whole; i < count; i++) {
+        to[i] = job->dot && 2 * (i0 + i) < job->k ? bf16_of_float(row[2 * (i0 + i)]) : 0;
     }
-    return round_x ? (uint32_t)bf16_of_float(row[i]) << 16 : bits_of_float(row[i]);
 }
 
-INLINE void prepare_rows_as(const linear_job *job, int64_t tile, bool round_x, bool dot) {
-    int64_t rows = job->tiled ? job->tile_rows : 1, row0 = tile * rows;
+INLINE void interleave_rows(uint32_t block[][PREPARE_ELEMENTS], int64_t count, int rows, uint32_t *to) {
+    for (int64_t i = 0; i < count; i++) {
+        UNROLL(8) for (int r = 0; r < rows; r++) { to[i * rows + r] = block[r][i]; }
+    }
+}
+
+// A tile: element i of all its rows, then element i + 1; rows that are not there are +0.
+static void prepare_tile(int64_t tile, void *arg) {
+    const linear_job *job = arg;
+    int64_t row0 = tile * job->tile_rows, rows = min64(job->tile_rows, job->m - row0);
     uint32_t *to = (uint32_t *)job->prepared + row0 * job->x_steps;
-    for (int64_t r = 0; r < rows; r++) {
-        const float *row = job->x + (row0 + r) * job->k;
-        for (int64_t i = 0; i < job->x_steps; i++) {
-            to[i * rows + r] = row0 + r < job->m ? prepared_element(job, row, i, round_x, dot) : 0;
+    uint32_t block[MAX_ROWS][PREPARE_ELEMENTS] = {{0}};
+    for (int64_t i = 0; i < job->x_steps; i += PREPARE_ELEMENTS) {
+        int64_t count = min64(PREPARE_ELEMENTS, job->x_steps - i);
+        for (int64_t r = 0; r < rows; r++) {
+            prepare_elements(job, job->x + (row0 + r) * job->k, i, count, block[r]);
+        }
+        if (job->tile_rows == FLOAT32_ROWS) {
+            interleave_rows(block, count, FLOAT32_ROWS, to + i * FLOAT32_ROWS);
+        } else {
+            interleave_rows(block, count, BFLOAT16_ROWS, to + i * BFLOAT16_ROWS);
         }
     }
 }
 
-static void prepare_rows(int64_t tile, void *arg) {
+static void prepare_row(int64_t row, void *arg) {
     const linear_job *job = arg;
-    if (job->dot) {
-        prepare_rows_as(job, tile, true, true);
-    } else if (job->round_x) {
-        prepare_rows_as(job, tile, true, false);
-    } else {
-        prepare_rows_as(job, tile, false, false);
-    }
+    uint32_t *to = (uint32_t *)job->prepared + row * job->x_steps;
+    prepare_elements(job, job->x + row * job->k, 0, job->x_steps, to);
 }
 
 // sums + bias, then addend + that, for one row of a strip.
@@ -219,7 +239,8 @@ int isobit_linear(const float *x, const void *packed, const float *bias, const f
         if (!job.prepared) {
             return -1;
         }
-        parallel_for(m > job.tile_rows ? num_threads : 1, num_tiles, prepare_rows, &job);
+        parallel_for(m > job.tile_rows ? num_threads : 1, num_tiles, job.tiled ? prepare_tile : prepare_row,
+                     &job);
     }
     job.num_chunks = divide_up(m, CHUNK_ROWS);
     job.chunk_rows = divide_up(divide_up(m, job.num_chunks), job.tile_rows) * job.tile_rows;
