@@ -14,7 +14,7 @@
 
 #define PAGE_SIZE 64   // keys of a page; part of the Order
 #define BLOCK_ROWS 6    // rows the microkernel holds in registers
-#define TILE_ROWS 24    // rows that share one walk over the pages
+#define TILE_ROWS 48    // rows that share one walk over the pages
 #define MAX_HEAD_DIM 256
 
 typedef struct {
