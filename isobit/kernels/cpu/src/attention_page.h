@@ -12,9 +12,9 @@
 
 #include "simd.h"
 
-#define PAGE_SIZE 64   // keys of a page; part of the Order
-#define BLOCK_ROWS 6    // rows the microkernel holds in registers
-#define TILE_ROWS 48    // rows that share one walk over the pages
+#define PAGE_SIZE 64     // keys of a page; part of the Order
+#define BLOCK_ROWS 6     // rows the microkernel holds in registers
+#define TILE_ROWS 48     // rows that share one walk over the pages
 #define MAX_HEAD_DIM 256
 
 typedef struct {
