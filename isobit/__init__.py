@@ -6,7 +6,13 @@ Names are loaded when first used, so that `import isobit` is instant and needs n
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isobit.config import EngineConfig
+    from isobit.llm import LLM
+    from isobit.output import CompletionOutput, RequestResult
+    from isobit.request import SamplingParams, TokenLogprob
 
 __version__ = "0.1.0"
 

@@ -88,7 +88,7 @@ class FakeOps:
 
 
 class FakeEngine(LLMEngine):
-    """`fail_steps` raises in that many next steps; `step_seconds` slows every step; `leak` fails the integrity check."""
+    """`fail_steps`: that many next steps raise; `step_seconds` slows every step; `leak` fails the integrity check."""
 
     def __init__(self, context_length: int = 256, defaults: Sequence[tuple[str, float]] = (), **options: Any) -> None:
         rope = RopeConfig("default", 10000.0, 16)

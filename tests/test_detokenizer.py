@@ -1,4 +1,4 @@
-"""Incremental text equals the whole text, for both kinds of tokenizer, whatever the tokens; stop strings cut exactly."""
+"""Incremental text equals the whole text for both kinds of tokenizer, whatever the tokens; stop strings cut exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that leave, queues that fill, steps that fail: what runs on is unchanged, and nothing leaks. Over real HTTP."""
+"""Clients that leave, queues that fill, steps that fail: what runs on is unchanged, nothing leaks. Over real HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad requests are 400s with a message, streamed or not, and change nobody: after each a needle equals its solo bytes."""
+"""Bad requests are 400s with a message, streamed or not, and change nobody: a needle after each equals its solo."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_logit_bias(server: Server, solo: bytes, text: str) -> None:  # case 112
         ("min_tokens", "-1"), ("min_tokens", "1000"), ("stream_options", "5"), ("model", "5"),
         ("stream", '"yes"'), ("ignore_eos", "1"), ("stream_options", '{"surprise": true}'),
         ("response_format", '{"type": "json_schema", "json_schema": {}}'), ("tools", '[{"type": "function"}]'),
-        ("tool_choice", '"required"'), ("modalities", '["audio"]'), ("temperatur", "1"), ("extra", '{"a": 1}'),
+        ("tool_choice", '"required"'), ("modalities", '["audio"]'), ("temperatur", "1"),
+        ("stream_options", '{"continuous_usage_stats": true}'), ("extra", '{"a": 1}'),
     ],
 )  # fmt: skip
 def test_other_fields(server: Server, solo: bytes, field: str, text: str) -> None:  # cases 113, 115, 117, 129
@@ -170,7 +171,9 @@ def test_a_body_above_the_limit(server: Server, solo: bytes, monkeypatch: pytest
     assert server.needle() == solo
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"[" * 100000, b'{"a": 1' + b"0" * 9999])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b"[" * 100000, b'{"a": 1' + b"0" * 9999]
+)
 def test_bodies_that_are_no_object(server: Server, solo: bytes, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         server.refused(path, body)
@@ -253,6 +256,18 @@ def test_bad_requests_during_a_long_one(server: Server) -> None:  # cases 112, 1
     finally:
         server.engine.step_seconds = 0.0
     assert count > 3 and running.result() == alone
+
+
+def test_more_prompts_than_the_queue_holds(server: Server) -> None:
+    start = time.monotonic()
+    assert "4096" in server.refused(COMPLETIONS, {"prompt": ["a"] * 200_000, "n": 2})["message"]
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "add_generation_prompt", "tools", "tokenize", "conversation"])
+def test_template_arguments_that_are_taken(server: Server, name: str) -> None:
+    assert name in server.refused(CHAT, {"messages": MESSAGES, "chat_template_kwargs": {name: 1}})["message"]
+    server.chat(max_tokens=1, chat_template_kwargs={"enable_thinking": False})
 
 
 def test_unknown_routes_and_models(server: Server) -> None:

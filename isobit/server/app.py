@@ -81,7 +81,7 @@ def create_app(
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError), "registered for ApiError"
-        metrics.responses.labels(str(error.status)).inc()
+        metrics.errors.labels(str(error.status)).inc()
         return error_response(error)
 
     async def http_error(request: Request, error: Exception) -> Response:

@@ -42,6 +42,9 @@ async def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation. Raises ApiError 400 with the template's own message where it refuses."""
     cleaned = clean_messages(messages)
+    taken = sorted({"self", "messages", "add_generation_prompt", "tools"} & set(template_kwargs))
+    if taken:
+        raise ApiError(400, f"chat_template_kwargs may not hold {taken[0]!r}", "chat_template_kwargs")
     text = "".join(message["content"] for message in cleaned)
     serving.check_text(text, "messages")
     return await serving.in_text_thread(

@@ -34,6 +34,10 @@ async def start_completion(serving: Serving, body: CompletionRequest) -> tuple[R
         prompt_logprobs=prompt_logprobs,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
     )
+    limit = serving.engine.engine.config.max_queued_requests
+    if len(given) * params.n > limit:
+        raise ApiError(400, f"{len(given)} prompts times n={params.n} is above the limit of {limit} requests "
+                            "(max_queued_requests)", "prompt")  # fmt: skip
     prompts = []
     for item in given:
         if isinstance(item, str):

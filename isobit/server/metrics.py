@@ -30,6 +30,7 @@ _GAUGES = {
 _COUNTERS = {
     "num_steps": ("isobit_steps", "Steps computed."),
     "num_preemptions": ("isobit_preemptions", "Requests put back to waiting for want of pages."),
+    "num_evicted_pages": ("isobit_evicted_pages", "Cached pages given up for want of room."),
     "num_cached_tokens": ("isobit_cached_tokens", "Prompt tokens served from the prefix cache."),
     "num_prompt_tokens": ("isobit_prompt_tokens", "Prompt tokens of requests that gave output."),
     "num_generation_tokens": ("isobit_generation_tokens", "Tokens generated."),
@@ -62,7 +63,9 @@ class Metrics:
         self._requests = Histogram(
             "isobit_requests_per_step", "Requests in one step.", registry=self.registry, buckets=_ROW_BUCKETS[:9]
         )
-        self.responses = Counter("isobit_responses", "Answers by status.", ["status"], registry=self.registry)
+        self.errors = Counter(
+            "isobit_error_responses", "Errors answered, by status.", ["status"], registry=self.registry
+        )
         self.registry.register(_StatsCollector(self))
 
     def observe_step(self, stats: EngineStats) -> None:

@@ -17,7 +17,7 @@ from isobit.server.errors import ApiError
 
 IGNORED_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-     "parallel_tool_calls", "verbosity", "priority", "request_id")
+     "parallel_tool_calls", "priority", "request_id")
 )  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNSUPPORTED = {
@@ -34,12 +34,11 @@ _UNSUPPORTED = {
 
 
 class StreamOptions(BaseModel):
-    """`stream_options`; usage comes as a last chunk when asked for."""
+    """`stream_options`; usage comes as a last chunk when asked for. Obfuscation is padding, and there is none here."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

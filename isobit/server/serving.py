@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isobit.tokenizer import Tokenizer
 
 T = TypeVar("T")
+TEXT_THREADS = 4  # so that one very long text does not keep the others waiting
 _NORMALISING_SHRINKS = 3  # at most: Unicode composition makes one Hangul syllable of three letters
 
 
@@ -131,10 +132,10 @@ class Serving:
         self.context_length: int = engine.engine.plan.context_length
         vocab_size = engine.engine.model_config.vocab_size
         self._longest_token = max((len(tokenizer.token_bytes(token)) for token in range(vocab_size)), default=1)
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="isobit-tokenizer")
+        self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="isobit-tokenizer")
 
     def close(self) -> None:
-        """Let go of the tokenizer's thread."""
+        """Let go of the tokenizer's threads."""
         self._texts.shutdown(wait=False)
 
     def check_model(self, name: str | None) -> None:
