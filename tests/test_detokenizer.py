@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from isobit.detokenizer import IncrementalDetokenizer, StopStrings, token_label, token_texts
 from isobit.output import OutputProcessor
 from isobit.request import RequestOutput, SamplingParams, TokenLogprob
+from isobit.server.serving import Prompt, echo_texts
 from isobit.tokenizer import Tokenizer
 from tests.fake_engine import VOCAB, fake_tokenizer
 
@@ -78,6 +79,15 @@ def test_any_tokens_stream_as_the_library_decodes_them(ids: list[int], skip: boo
     if skip or not BYTE_LEVEL.special_token_ids.intersection(ids):
         assert "".join(streamed(BYTE_LEVEL, ids, skip)) == whole
     assert "".join(token_texts(BYTE_LEVEL, ids, skip)) == "".join(streamed(BYTE_LEVEL, ids, skip))
+
+
+@pytest.mark.parametrize("text", [*TEXTS, " led by a space"])
+def test_echoed_tokens_join_to_the_prompt(text: str) -> None:  # case 97
+    for tokenizer, bos in ((BYTE_LEVEL, 0), (PIECES, 1)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for prompt in (Prompt(ids, text), Prompt([bos, *ids], text)):
+            texts = echo_texts(tokenizer, prompt, skip_special_tokens=True)
+            assert "".join(texts) == text and len(texts) == len(prompt.token_ids)
 
 
 def test_output_cut_inside_a_character_ends_in_one_replacement() -> None:
