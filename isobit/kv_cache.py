@@ -6,6 +6,9 @@ page may hold anything, and the attention kernels prove (admission) that it has 
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from isobit.model_config import ModelConfig
@@ -23,6 +26,8 @@ class KVCache:
     def __init__(self, model: ModelConfig, num_pages: int, kv_dtype: str) -> None:
         page_elements = model.num_kv_heads * model.head_dim * PAGE_SIZE
         shape = (model.num_layers, 2, num_pages, page_elements)
-        self.data = torch.zeros(shape, dtype=_TORCH_DTYPES[kv_dtype])
+        dtype = _TORCH_DTYPES[kv_dtype]
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # zeros that cost nothing until they are written
+        self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
         self.num_pages = num_pages

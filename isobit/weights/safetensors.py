@@ -23,11 +23,13 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class SafetensorsWeights(WeightSource):
-    """Tensors of a checkpoint folder, mapped from its files."""
+    """Tensors of a checkpoint folder. A file is mapped only while a tensor of it is in use: what was read and packed
+    leaves memory, so loading never holds the checkpoint twice."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         super().__init__(str(folder), config)
-        self._readers: dict[str, Any] = {}  # by tensor name; shards are shared
+        self._files: dict[str, Path] = {}  # by tensor name
+        self._shapes: dict[str, tuple[int, ...]] = {}
         weight_map = _weight_map(folder)
         for file in sorted(set(weight_map.values())) if weight_map else [_single_file(folder)]:
             reader = _open(folder / file)
@@ -38,17 +40,20 @@ class SafetensorsWeights(WeightSource):
                 stored = reader.get_slice(name).get_dtype()
                 if stored not in _DTYPES:
                     raise ValueError(f"{folder / file}: {name} is {stored}; supported: {', '.join(_DTYPES)}")
-                self._readers[name] = reader
-        self._names = tuple(sorted(self._readers))
+                self._files[name] = folder / file
+                self._shapes[name] = tuple(reader.get_slice(name).get_shape())
+        self._names = tuple(sorted(self._files))
 
     def names(self) -> tuple[str, ...]:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._reader(name).get_slice(name).get_shape())
+        self._check_name(name)
+        return self._shapes[name]
 
     def get(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._reader(name).get_tensor(name)
+        self._check_name(name)
+        tensor: torch.Tensor = _open(self._files[name]).get_tensor(name)
         return tensor
 
     def stored(self) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
@@ -57,10 +62,9 @@ class SafetensorsWeights(WeightSource):
             data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
             yield name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
 
-    def _reader(self, name: str) -> Any:
-        if name not in self._readers:
+    def _check_name(self, name: str) -> None:
+        if name not in self._files:
             raise ValueError(f"{self.description} has no tensor {name}")
-        return self._readers[name]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
