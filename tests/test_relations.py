@@ -158,7 +158,8 @@ def test_cold_is_cached(served: Served) -> None:
 def test_whole_is_preempted_and_resumed(served: Served) -> None:
     # Three requests that grow from one page to four each, in six pages: somebody must give way.
     params = replace(served.needle.params, max_tokens=150, prompt_logprobs=None)
-    copies = [replace(served.needle, name=f"copy{i}", prompt=served.needle.prompt[:60], params=params) for i in range(3)]
+    prompt = served.needle.prompt[:60]
+    copies = [replace(served.needle, name=f"copy{i}", prompt=prompt, params=params) for i in range(3)]
     expected = served.run(copies[:1]).results["copy0"].bits
     run = served.run(copies, max_total_tokens=6 * 64)
     assert run.stats.num_preemptions >= 1, "nothing was preempted"
