@@ -18,7 +18,7 @@ from isobit.model_config import ModelConfig
 from isobit.order import LinearOrder, Order
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEW_ROWS = 4  # up to this many rows the weights are streamed; a speed choice, it cannot move a bit
+FEW_ROWS = 16  # up to this many rows the weights are streamed (dev/LOG.md); a speed choice, it cannot move a bit
 
 
 @dataclass(frozen=True)
