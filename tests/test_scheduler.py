@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from isobit.pages import PAGE_SIZE, PagePool
+from isobit.pages import PagePool
+from isobit.plan import PAGE_SIZE
 from isobit.prefix_cache import PrefixCache
 from isobit.request import Request, RequestState, SamplingParams, TokenLogprob, mix64
 from isobit.scheduler import ScheduledChunk, ScheduledStep, Scheduler
