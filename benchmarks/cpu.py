@@ -147,6 +147,7 @@ def run_memory(side: str, checkpoint: str, num_threads: int) -> None:
 
 def median_ms(call: Callable[[int], object]) -> float:
     """Median time of `call(i)`, i counting up, over CELL_SECONDS and at least 3 calls, after one to warm up."""
+    time.sleep(SETTLE_SECONDS)
     call(0)
     times: list[float] = []
     spent, index = 0.0, 1
@@ -219,6 +220,7 @@ def cpu_description() -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All measurements, as the JSON object of the result file."""
+    load = round(os.getloadavg()[0], 2)  # of the last minute: other work on the machine spoils the figures
     with tempfile.TemporaryDirectory() as folder:
         export_checkpoint(arguments.model, folder)
         model_config = load_model_config(folder)
@@ -233,7 +235,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         ):
             prompts = make_prompts(num_prompts, length, vocab_size)
             runs[name] = compare(ours, theirs, prompts, new_tokens, arguments.repetitions)
-            print(f"{name}: isobit {runs[name].isobit} tokens/s, transformers {runs[name].transformers} tokens/s")
+            run = runs[name]
+            print(f"{name}: isobit {run.isobit} tokens/s, transformers {run.transformers} tokens/s", flush=True)
     shapes = {**model_config.linear_shapes(), "2048x8192": (8192, 2048)}
     memory_ratio = round(memory["isobit"] / memory["transformers"], 3)
     return {
@@ -241,7 +244,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             **{f"{name}_vs_transformers": run.ratio for name, run in runs.items()},
             "peak_memory_vs_transformers": memory_ratio,
         },
-        "command": "python -m benchmarks.cpu " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.cpu", *sys.argv[1:]]),
+        "load_average_before": load,
         "date": datetime.date.today().isoformat(),
         "device": cpu_description(),
         "versions": {
