@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from isobit.model_config import ModelConfig
+from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.ops import AttentionInputs, Linear, Ops
 
 
@@ -29,14 +29,15 @@ class Attention:
     def __init__(
         self,
         ops: Ops,
-        config: ModelConfig,
+        shape: AttentionShape,
         qkv: Linear,
         o: Linear,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        head_norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rope: RopeTables,
+        head_norms: HeadNorms | None = None,
     ) -> None:
         self.ops = ops
-        self.config = config
+        self.shape = shape
+        self.scale: float = shape.head_dim**-0.5
         self.qkv = qkv
         self.o = o
         self.rope = rope
@@ -47,8 +48,8 @@ class Attention:
     ) -> torch.Tensor:
         """Returns residual + attention output, float32 [M, D]; writes this step's K and V into `kv_layer`."""
         qkv = self.ops.linear(x_MD, self.qkv)
-        q = self.ops.rope_and_cache(qkv, inputs, self.rope, self.head_norms, kv_layer, self.config)
-        out = self.ops.attention(q, kv_layer, inputs, self.config)
+        q = self.ops.rope_and_cache(qkv, inputs, self.rope, self.head_norms, kv_layer, self.shape)
+        out = self.ops.attention(q, kv_layer, inputs, self.shape, self.scale)
         return self.ops.linear(out, self.o, addend=residual_MD)
 
 

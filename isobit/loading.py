@@ -13,6 +13,7 @@ from isobit.config import EngineConfig
 from isobit.kernels.admission import admit_library
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
+from isobit.kernels.interface import RopeTables
 from isobit.kv_cache import KVCache
 from isobit.model_config import ModelConfig, load_model_config
 from isobit.models import CausalLM, build_model
@@ -65,6 +66,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     admitted = admit_library(library, plan.orders)
     ops = Ops(library, plan.orders, admitted)
     weights = open_weights(config.model, model_config)
-    rope = rope_tables(model_config.rope, plan.context_length)
+    rope = RopeTables(*rope_tables(model_config.rope, plan.context_length))
     model = build_model(model_config, ops, weights, rope)
     return LoadedModel(model_config, plan, ops, model, weights.digest())

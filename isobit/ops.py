@@ -8,34 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from isobit.kernels.admission import AdmissionTable
-from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
+from isobit.kernels.interface import AttentionShape, HeadNorms, KernelLibrary, Ladder, RopeTables
 from isobit.kernels.registry import OPS_OF_ORDER
-from isobit.model_config import ModelConfig
 from isobit.order import LinearOrder, Order
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEW_ROWS = 16  # up to this many rows the weights are streamed (dev/LOG.md); a speed choice, it cannot move a bit
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A packed linear layer, its Order, and the admitted schedules for few and for many rows."""
+    """A linear layer as its library packed it, its Order, and which admitted schedule runs for how many rows."""
 
-    packed: PackedLinear
+    packed: Any
     order: LinearOrder
-    few: str
-    many: str
+    ladder: Ladder
+
+    def schedule(self, num_rows: int) -> str:
+        """The first step of the ladder that takes `num_rows` rows."""
+        for most, schedule in self.ladder:
+            if num_rows <= most:
+                return schedule
+        raise AssertionError(f"{self.ladder} has no step for {num_rows} rows")
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """Where the rows of a step live: all int32, contiguous.
 
-    positions [M], slots [M] (physical page * 64 + offset), query_starts [B+1], start_positions [B],
+    positions [M], slots [M] (physical page * page size + offset), query_starts [B+1], start_positions [B],
     page_tables [B, max_pages].
     """
 
@@ -49,7 +54,7 @@ class AttentionInputs:
 class Ops:
     """The ops of one model on one device. Construction raises ValueError when an op has no admitted kernel."""
 
-    def __init__(self, library: CpuLibrary, orders: Mapping[str, Order], admitted: AdmissionTable) -> None:
+    def __init__(self, library: KernelLibrary, orders: Mapping[str, Order], admitted: AdmissionTable) -> None:
         self.library = library
         self.orders = orders
         self.admitted = admitted
@@ -65,15 +70,15 @@ class Ops:
         order = self.orders[name]
         assert isinstance(order, LinearOrder), f"{name} has the Order {order}"
         schedules = self.admitted.require_any("linear", order, self.library.name)
-        few = _preferred(schedules, ("stream-dp", "stream"))
-        many = _preferred(schedules, ("tile-dp", "tile"))
+        ladder = self.library.linear_ladder(schedules)
+        assert {schedule for _, schedule in ladder} <= set(schedules), f"{ladder} leaves the admitted {schedules}"
         weight = weight.to(_TORCH_DTYPES[order.weight_dtype]).contiguous()
         bias = None if bias is None else bias.to(torch.float32).contiguous()
-        return Linear(self.library.pack_linear(weight, bias), order, few, many)
+        return Linear(self.library.pack_linear(weight, bias), order, ladder)
 
     def linear(self, x: torch.Tensor, layer: Linear, addend: torch.Tensor | None = None) -> torch.Tensor:
         """x float32 [M, K] -> float32 [M, N]; `addend` [M, N] is added last (LinearOrder)."""
-        schedule = layer.few if x.shape[0] <= FEW_ROWS else layer.many
+        schedule = layer.schedule(x.shape[0])
         return self.library.linear(x, layer.packed, layer.order.activation_dtype, schedule, addend)
 
     def embedding(self, layer: Linear, token_ids: torch.Tensor) -> torch.Tensor:
@@ -88,26 +93,21 @@ class Ops:
         self,
         qkv: torch.Tensor,
         inputs: AttentionInputs,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        head_norms: tuple[torch.Tensor, torch.Tensor] | None,
+        rope: RopeTables,
+        head_norms: HeadNorms | None,
         kv_layer: torch.Tensor,
-        config: ModelConfig,
+        shape: AttentionShape,
     ) -> torch.Tensor:
         """Norm the heads of q and k if asked, rotate them, write K and V into the pages; returns q [M, H*head_dim]."""
-        q_norm, k_norm = head_norms if head_norms is not None else (None, None)
-        return self.library.rope_and_cache(
-            qkv, inputs.positions, inputs.slots, rope[0], rope[1], q_norm, k_norm, config.rms_norm_eps, kv_layer,
-            config.num_heads, config.num_kv_heads, config.head_dim, config.rope.rotary_dim, False,
-        )  # fmt: skip
+        return self.library.rope_and_cache(qkv, inputs.positions, inputs.slots, rope, head_norms, kv_layer, shape)
 
     def attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, inputs: AttentionInputs, config: ModelConfig
+        self, q: torch.Tensor, kv_layer: torch.Tensor, inputs: AttentionInputs, shape: AttentionShape, scale: float
     ) -> torch.Tensor:
         """Causal attention of every query row over its own pages, float32 [M, H*head_dim] (AttentionOrder)."""
         return self.library.attention(
-            q, kv_layer, inputs.query_starts, inputs.start_positions, inputs.page_tables,
-            config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5,
-        )  # fmt: skip
+            q, kv_layer, inputs.query_starts, inputs.start_positions, inputs.page_tables, shape, scale
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, float32 [M, 2F] -> [M, F] (PointwiseOrder)."""
@@ -140,8 +140,3 @@ class Ops:
             )
             for name, order in self.orders.items()
         }  # fmt: skip
-
-
-def _preferred(schedules: tuple[str, ...], wishes: tuple[str, ...]) -> str:
-    """The first admitted wish, else any admitted schedule: all give the same bits, one is fastest."""
-    return next((wish for wish in wishes if wish in schedules), schedules[0])

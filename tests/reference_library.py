@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference import ops
 from isobit.kernels.registry import Kernel
 from isobit.order import Order, norm_order
@@ -79,25 +80,20 @@ class ReferenceLibrary:
         qkv: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
+        rope: RopeTables,
+        head_norms: HeadNorms | None,
         kv_layer: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        rotary_dim: int,
-        interleaved: bool,
+        shape: AttentionShape,
     ) -> torch.Tensor:
-        assert cos.shape[1] * 2 == rotary_dim
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         rows = qkv.numpy().reshape(-1, num_heads + 2 * num_kv_heads, head_dim)
         q, k, v = np.split(rows, (num_heads, num_heads + num_kv_heads), axis=1)
-        if q_norm is not None and k_norm is not None:
-            norm = norm_order(head_dim, "cpu")
-            q, k = ops.rms_norm(norm, q, q_norm.numpy(), eps), ops.rms_norm(norm, k, k_norm.numpy(), eps)
-        q, k = (ops.rope(x, cos[positions.long()].numpy(), sin[positions.long()].numpy(), interleaved) for x in (q, k))
+        if head_norms is not None:
+            norm, eps = norm_order(head_dim, "cpu"), head_norms.eps
+            q = ops.rms_norm(norm, q, head_norms.q.numpy(), eps)
+            k = ops.rms_norm(norm, k, head_norms.k.numpy(), eps)
+        cos, sin = (table[positions.long()].numpy() for table in (rope.cos, rope.sin))
+        q, k = (ops.rope(x, cos, sin, rope.interleaved) for x in (q, k))
         for i, slot in enumerate(slots.tolist()):
             page, offset = divmod(slot, PAGE_SIZE)
             key, value = (torch.from_numpy(ops.round_to(self.order.kv_dtype, x[i])) for x in (k, v))
@@ -112,12 +108,11 @@ class ReferenceLibrary:
         query_starts: torch.Tensor,
         start_positions: torch.Tensor,
         page_tables: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         scale: float,
         schedule: str = "auto",
     ) -> torch.Tensor:
+        num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
         outputs = []
         bounds = query_starts.tolist()
         for request, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -126,7 +121,7 @@ class ReferenceLibrary:
             k = kv_layer[0, pages].float().view(-1, num_kv_heads, head_dim, PAGE_SIZE).permute(0, 3, 1, 2)
             v = kv_layer[1, pages].float().view(-1, num_kv_heads, PAGE_SIZE, head_dim).permute(0, 2, 1, 3)
             k, v = (x.reshape(-1, num_kv_heads, head_dim).numpy() for x in (k, v))
-            outputs.append(ops.attention(self.order, q[first:last].numpy(), k, v, start, num_heads, scale))
+            outputs.append(ops.attention(self.order, q[first:last].numpy(), k, v, start, shape.num_heads, scale))
         return torch.from_numpy(np.concatenate(outputs))
 
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -213,7 +213,7 @@ class Mutant(ReferenceLibrary):
 
     def rope_and_cache(self, *arguments: Any) -> torch.Tensor:
         q = super().rope_and_cache(*arguments)
-        arguments[8][0, -1, -1] = 3  # writes outside its slots
+        arguments[5][0, -1, -1] = 3  # writes outside its slots
         return q
 
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import ATTENTION_SCHEDULES, CpuLibrary
+from isobit.kernels.interface import AttentionShape
 from isobit.kernels.reference import ops
 from isobit.order import attention_order
 
@@ -76,7 +77,7 @@ class Sequence:
         query_starts = list(itertools.accumulate((stop - start for start, stop in pieces), initial=0))
         return library.attention(
             q, self.pages, _int32(query_starts), _int32([start for start, _ in pieces]),
-            self.table.repeat(len(pieces), 1), shape.num_heads, shape.num_kv_heads, shape.head_dim,
+            self.table.repeat(len(pieces), 1), AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
             shape.head_dim**-0.5, schedule,
         )  # fmt: skip
 

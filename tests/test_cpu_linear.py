@@ -16,6 +16,7 @@ import torch
 from isobit.kernels.bitcompare import first_difference
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
+from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference import ops as reference
 from isobit.kernels.reference.math import flush
 from isobit.order import linear_order, norm_order
@@ -218,8 +219,9 @@ def test_rope_and_cache(library: str, rotary_dim: int, interleaved: bool, kv_dty
     for norms in ((None, None), (q_norm, k_norm)):
         layer = torch.full((2, 3, kv_heads * width * 64), 7.0, dtype=kv_dtype)
         q = kernels.rope_and_cache(
-            qkv, positions, slots, cos, sin, *norms, 1e-6, layer, heads, kv_heads, width, rotary_dim, interleaved
-        )
+            qkv, positions, slots, RopeTables(cos, sin, interleaved),
+            None if norms[0] is None else HeadNorms(*norms, 1e-6), layer, AttentionShape(heads, kv_heads, width),
+        )  # fmt: skip
         split = qkv.view(rows, heads + 2 * kv_heads, width).numpy()
         expected_q, expected_k = (
             rotated(part, norm, cos[positions.long()], sin[positions.long()], interleaved)

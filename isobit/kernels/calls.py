@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference.calls import Arrays
 from isobit.kernels.reference.math import Float32, flush
 
-PAGE_SIZE = 64
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SENTINEL = 7.0  # what untouched cache slots hold while rope_and_cache is watched
 
@@ -83,19 +83,22 @@ def _silu_mul(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any]
 
 def _rope_and_cache(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
     kv_heads, width, num_rows = inputs["num_kv_heads"], order.head_dim, len(inputs["positions"])
-    num_pages = num_rows // PAGE_SIZE + 2
-    slots = (np.arange(num_rows) * 37 + 11) % (num_pages * PAGE_SIZE)  # 37 is odd: no slot twice
-    kv_layer = torch.full((2, num_pages, kv_heads * width * PAGE_SIZE), _SENTINEL, dtype=_TORCH_DTYPES[order.kv_dtype])
+    page_size = order.kv_block
+    num_pages = num_rows // page_size + 2
+    slots = (np.arange(num_rows) * 37 + 11) % (num_pages * page_size)  # 37 is odd: no slot twice
+    kv_layer = torch.full((2, num_pages, kv_heads * width * page_size), _SENTINEL, dtype=_TORCH_DTYPES[order.kv_dtype])
+    norms = None
+    if inputs["q_norm"] is not None:
+        norms = HeadNorms(_tensor(inputs["q_norm"], misaligned), _tensor(inputs["k_norm"], misaligned), inputs["eps"])
     q = library.rope_and_cache(
-        _tensor(inputs["qkv"], misaligned), _int32(inputs["positions"]), _int32(slots), _tensor(inputs["cos"]),
-        _tensor(inputs["sin"]), _optional(inputs["q_norm"], misaligned), _optional(inputs["k_norm"], misaligned),
-        inputs["eps"], kv_layer, inputs["num_heads"], kv_heads, width, 2 * inputs["cos"].shape[1],
-        inputs["interleaved"],
+        _tensor(inputs["qkv"], misaligned), _int32(inputs["positions"]), _int32(slots),
+        RopeTables(_tensor(inputs["cos"]), _tensor(inputs["sin"]), inputs["interleaved"]), norms, kv_layer,
+        AttentionShape(inputs["num_heads"], kv_heads, width),
     )  # fmt: skip
     cache = kv_layer.to(torch.float32).numpy()
-    k = cache[0].reshape(num_pages, kv_heads, width, PAGE_SIZE).transpose(0, 3, 1, 2).reshape(-1, kv_heads, width)
-    v = cache[1].reshape(num_pages, kv_heads, PAGE_SIZE, width).transpose(0, 2, 1, 3).reshape(-1, kv_heads, width)
-    untouched = np.setdiff1d(np.arange(num_pages * PAGE_SIZE), slots)
+    k = cache[0].reshape(num_pages, kv_heads, width, page_size).transpose(0, 3, 1, 2).reshape(-1, kv_heads, width)
+    v = cache[1].reshape(num_pages, kv_heads, page_size, width).transpose(0, 2, 1, 3).reshape(-1, kv_heads, width)
+    untouched = np.setdiff1d(np.arange(num_pages * page_size), slots)
     spilled = np.count_nonzero(k[untouched] != _SENTINEL) + np.count_nonzero(v[untouched] != _SENTINEL)
     return {
         "q": flush(q.numpy()),
@@ -110,38 +113,37 @@ def _attention(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any
     starts = np.flatnonzero(np.diff(requests, prepend=-1))  # one run of rows per request, in the order of the rows
     lengths = positions[np.append(starts[1:], requests.size) - 1] + 1
     kv = [inputs["kv"][request] for request in requests[starts]]
-    kv_layer, page_tables = paged(order.kv_dtype, kv, lengths.tolist())
-    head_dim, kv_heads = order.head_dim, kv[0][0].shape[1]
+    kv_layer, page_tables = paged(order, kv, lengths.tolist())
+    shape = AttentionShape(inputs["num_heads"], kv[0][0].shape[1], order.head_dim)
     y = library.attention(
         _tensor(inputs["q"], misaligned), kv_layer, _int32(np.append(starts, requests.size)),
-        _int32(positions[starts]), page_tables, inputs["num_heads"], kv_heads, head_dim, inputs["scale"],
-        schedule,
+        _int32(positions[starts]), page_tables, shape, inputs["scale"], schedule,
     )  # fmt: skip
     return {"y": y.numpy()}
 
 
-def paged(kv_dtype: str, kv: list[tuple[Float32, Float32]], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(order: Any, kv: list[tuple[Float32, Float32]], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """(kv_layer, page_tables): the first `lengths` keys of each (k, v [T, KV, D]) in scattered pages, else NaN.
 
-    k and v hold values of `kv_dtype`.
+    k and v hold values of the Order's `kv_dtype`.
     """
-    kv_heads, width = kv[0][0].shape[1:]
-    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    (kv_heads, width), page_size = kv[0][0].shape[1:], order.kv_block
+    counts = [-(-length // page_size) for length in lengths]
     num_pages = int(np.add.reduce(counts)) + 2
-    cache = np.full((2, num_pages, kv_heads, PAGE_SIZE * width), np.nan, np.float32)
+    cache = np.full((2, num_pages, kv_heads, page_size * width), np.nan, np.float32)
     page_tables = np.zeros((len(kv), max(counts)), np.int32)
     free = list(range(1, num_pages))[::-1]
     for request, (k, v) in enumerate(kv):
         for logical in range(counts[request]):
             page = free.pop(0 if logical % 2 else -1)  # neither contiguous nor monotone
             page_tables[request, logical] = page
-            keys = slice(logical * PAGE_SIZE, min((logical + 1) * PAGE_SIZE, lengths[request]))
+            keys = slice(logical * page_size, min((logical + 1) * page_size, lengths[request]))
             size = keys.stop - keys.start
-            k_page = cache[0, page].reshape(kv_heads, width, PAGE_SIZE)
-            v_page = cache[1, page].reshape(kv_heads, PAGE_SIZE, width)
+            k_page = cache[0, page].reshape(kv_heads, width, page_size)
+            v_page = cache[1, page].reshape(kv_heads, page_size, width)
             k_page[:, :, :size] = k[keys].transpose(1, 2, 0)
             v_page[:, :size] = v[keys].transpose(1, 0, 2)
-    layer = torch.from_numpy(cache.reshape(2, num_pages, -1)).to(_TORCH_DTYPES[kv_dtype])
+    layer = torch.from_numpy(cache.reshape(2, num_pages, -1)).to(_TORCH_DTYPES[order.kv_dtype])
     return layer, torch.from_numpy(page_tables)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from isobit.kernels.interface import RopeTables
 from isobit.kv_cache import KVCache
 from isobit.model_config import ModelConfig
 from isobit.models.llama import LlamaForCausalLM
@@ -15,8 +16,6 @@ from isobit.models.qwen2 import Qwen2ForCausalLM
 from isobit.models.qwen3 import Qwen3ForCausalLM
 from isobit.ops import AttentionInputs, Ops
 from isobit.weights import WeightSource
-
-RopeTables = tuple[torch.Tensor, torch.Tensor]
 
 
 class CausalLM(Protocol):

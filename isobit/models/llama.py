@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from tqdm import tqdm
 
+from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.kv_cache import KVCache
 from isobit.layers import Attention, GatedMLP, RMSNorm
 from isobit.model_config import ModelConfig
@@ -35,13 +36,12 @@ class LlamaForCausalLM:
 
     attention_kind = "gqa"
 
-    def __init__(
-        self, config: ModelConfig, ops: Ops, weights: WeightSource, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, weights: WeightSource, rope: RopeTables) -> None:
         weights.check_complete(self.expected_weights(config))
         self.config = config
         self.ops = ops
         self.rope = rope
+        self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
         embedding = weights.get("model.embed_tokens.weight")
         head = embedding if config.tie_word_embeddings else weights.get("lm_head.weight")
         self.lm_head = ops.make_linear("linear.lm_head", head)
@@ -93,12 +93,12 @@ class LlamaForCausalLM:
         head_norms = None
         if config.qk_norm:
             q_norm, k_norm = (weights.get(f"{attention}{name}_norm.weight").to(torch.float32) for name in "qk")
-            head_norms = (q_norm.contiguous(), k_norm.contiguous())
+            head_norms = HeadNorms(q_norm.contiguous(), k_norm.contiguous(), config.rms_norm_eps)
         return DecoderLayer(
             RMSNorm(ops, weights.get(prefix + "input_layernorm.weight"), config.rms_norm_eps),
             Attention(
                 ops,
-                config,
+                self.shape,
                 self._stack(weights, "linear.qkv", qkv, config.qkv_bias),
                 self._stack(weights, "linear.o", [attention + "o_proj"], config.o_bias),
                 self.rope,

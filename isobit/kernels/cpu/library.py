@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch
 
 from isobit.kernels.cpu.build import find_library, source_hash
 from isobit.kernels.cpu.features import choose_library
+from isobit.kernels.interface import AttentionShape, HeadNorms, Ladder, RopeTables
 
 __all__ = ["CpuLibrary", "PackedLinear"]
 
 MAX_THREADS = 64  # of src/pool.h
 LINEAR_SCHEDULES = {"stream": 0, "tile": 1, "stream-dp": 2, "tile-dp": 3}  # enum schedule of src/linear.c
+FEW_ROWS = 16  # up to this many rows "stream" is faster than "tile" (dev/LOG.md)
 ATTENTION_SCHEDULES = {"auto": 0, "tiles": 1, "pages": 2}  # enum of src/attention.c
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -109,6 +113,14 @@ class CpuLibrary:
         bits = self._c.isobit_linear_schedules(weight_dtype == "bfloat16", activation_dtype == "bfloat16")
         return tuple(name for name, number in LINEAR_SCHEDULES.items() if bits >> number & 1)
 
+    def linear_ladder(self, admitted: Sequence[str]) -> Ladder:
+        """(most rows, schedule) among the `admitted`: stream the weight for a few rows, tiles for many."""
+        few, many = (
+            next((wish for wish in wishes if wish in admitted), admitted[0])
+            for wishes in (("stream-dp", "stream"), ("tile-dp", "tile"))
+        )
+        return ((FEW_ROWS, few), (sys.maxsize, many))
+
     def linear(
         self,
         x: torch.Tensor,
@@ -180,32 +192,27 @@ class CpuLibrary:
         qkv: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
+        rope: RopeTables,
+        head_norms: HeadNorms | None,
         kv_layer: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        rotary_dim: int,
-        interleaved: bool,
+        shape: AttentionShape,
     ) -> torch.Tensor:
-        """Norm the heads of q and k (with weights [head_dim]), rotate, write K and V to the cache; returns q [M, H*D].
+        """Norm the heads of q and k if asked, rotate them, write K and V to the cache; returns q [M, H*D].
 
-        qkv [M, (H + 2 KV) * D]; positions, slots int32 [M], slot = physical page * 64 + offset; cos, sin [positions,
-        rotary_dim / 2]; kv_layer [2, pages, KV * D * 64] float32 or bfloat16. NormOrder, PointwiseOrder.
+        qkv [M, (H + 2 KV) * D]; positions, slots int32 [M], slot = physical page * 64 + offset; kv_layer [2, pages,
+        KV * D * 64] float32 or bfloat16. NormOrder, PointwiseOrder.
         """
-        rows = qkv.shape[0]
-        assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous(), list(qkv.shape)
+        rows, heads, kv_heads, width = qkv.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
+        assert qkv.shape[1] == (heads + 2 * kv_heads) * width and qkv.is_contiguous(), list(qkv.shape)
         assert positions.dtype == slots.dtype == torch.int32, f"{positions.dtype}, {slots.dtype}: int32 is needed"
-        out = torch.empty((rows, num_heads * head_dim), dtype=torch.float32)
+        out = torch.empty((rows, heads * width), dtype=torch.float32)
+        q_norm, k_norm, eps = (None, None, 0.0) if head_norms is None else (
+            head_norms.q.data_ptr(), head_norms.k.data_ptr(), head_norms.eps
+        )  # fmt: skip
         self._c.isobit_rope_and_cache(
-            qkv.data_ptr(), positions.data_ptr(), slots.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
-            out.data_ptr(), kv_layer.data_ptr(), rows, kv_layer.shape[1], eps, num_heads, num_kv_heads, head_dim,
-            rotary_dim, interleaved, kv_layer.dtype == torch.bfloat16, self.num_threads,
+            qkv.data_ptr(), positions.data_ptr(), slots.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr(),
+            q_norm, k_norm, out.data_ptr(), kv_layer.data_ptr(), rows, kv_layer.shape[1], eps, heads, kv_heads, width,
+            2 * rope.cos.shape[1], rope.interleaved, kv_layer.dtype == torch.bfloat16, self.num_threads,
         )  # fmt: skip
         return out
 
@@ -218,9 +225,7 @@ class CpuLibrary:
         query_starts: torch.Tensor,
         start_positions: torch.Tensor,
         page_tables: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: AttentionShape,
         scale: float,
         schedule: str = "auto",
     ) -> torch.Tensor:
@@ -230,7 +235,8 @@ class CpuLibrary:
         start_positions[b] (int32 [B]); page_tables int32 [B, pages]; kv_layer as in `rope_and_cache`.
         """
         num_requests, num_tables = page_tables.shape
-        assert q.shape[1] == num_heads * head_dim and q.is_contiguous(), f"q {list(q.shape)}, strides {q.stride()}"
+        width = shape.num_heads * shape.head_dim
+        assert q.shape[1] == width and q.is_contiguous(), f"q {list(q.shape)}, strides {q.stride()}"
         assert kv_layer.is_contiguous() and page_tables.is_contiguous(), "the pages and page tables are contiguous"
         assert query_starts.shape[0] == num_requests + 1, f"{query_starts.shape[0]} starts, {num_requests} requests"
         for indices in (query_starts, start_positions, page_tables):
@@ -239,8 +245,8 @@ class CpuLibrary:
         status = self._c.isobit_attention(
             q.data_ptr(), out.data_ptr(), kv_layer.data_ptr(), kv_layer.dtype == torch.bfloat16,
             query_starts.data_ptr(), start_positions.data_ptr(), page_tables.data_ptr(), num_requests, num_tables,
-            kv_layer.shape[1], num_heads, num_kv_heads, head_dim, scale, ATTENTION_SCHEDULES[schedule],
-            self.num_threads,
+            kv_layer.shape[1], shape.num_heads, shape.num_kv_heads, shape.head_dim, scale,
+            ATTENTION_SCHEDULES[schedule], self.num_threads,
         )  # fmt: skip
         if status:
             raise MemoryError("no memory for the scores of attention")
