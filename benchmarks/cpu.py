@@ -30,7 +30,8 @@ from tqdm import tqdm
 from isobit.config import EngineConfig
 from isobit.demo import transformers_model
 from isobit.engine import LLMEngine
-from isobit.kernels.admission import admit_library
+from isobit.kernels.admission import admit
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.model_config import load_model_config
 from isobit.ops import Linear, Ops
@@ -165,7 +166,7 @@ def linear_rows(name: str, n: int, k: int, dtype: str, num_threads: int, library
     library = CpuLibrary(library_name, num_threads)
     torch.set_num_threads(num_threads)
     orders: dict[str, Order] = {"linear.x": linear_order(n, k, dtype, dtype, "cpu")}
-    ops = Ops(library, orders, admit_library(library, orders))
+    ops = Ops(library, orders, admit(library_kernels(library), orders))
     torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
     weight = (torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / k**0.5).to(torch_dtype)
     copies = max(1, min(64, COLD_BYTES // (weight.numel() * weight.element_size())))

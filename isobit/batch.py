@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from isobit.ops import AttentionInputs
-from isobit.plan import PAGE_SIZE
 from isobit.scheduler import ScheduledChunk
 
 
@@ -31,24 +30,24 @@ class Batch:
         return self.token_ids.shape[0]
 
 
-def build_batch(chunks: Sequence[ScheduledChunk]) -> Batch:
-    """Flatten the scheduled chunks, in the given order."""
+def build_batch(chunks: Sequence[ScheduledChunk], page_size: int) -> Batch:
+    """Flatten the scheduled chunks, in the given order; `page_size` is the plan's."""
     token_ids: list[int] = []
     positions: list[int] = []
     first_rows: list[int] = []
-    widest = max(-(-(chunk.start + chunk.num_tokens) // PAGE_SIZE) for chunk in chunks)
+    widest = max(-(-(chunk.start + chunk.num_tokens) // page_size) for chunk in chunks)
     page_tables = np.zeros((len(chunks), widest), dtype=np.int32)
     table_rows: list[int] = []
     for index, chunk in enumerate(chunks):
         end = chunk.start + chunk.num_tokens
-        pages = chunk.request.pages[: -(-end // PAGE_SIZE)]
+        pages = chunk.request.pages[: -(-end // page_size)]
         first_rows.append(len(token_ids))
         token_ids.extend(chunk.request.token_ids[chunk.start : end])
         positions.extend(range(chunk.start, end))
         page_tables[index, : len(pages)] = pages
         table_rows.extend([index] * chunk.num_tokens)
     at = np.array(positions, dtype=np.int32)
-    slots = page_tables[table_rows, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
+    slots = page_tables[table_rows, at // page_size] * page_size + at % page_size
     inputs = AttentionInputs(
         positions=torch.from_numpy(at),
         slots=torch.from_numpy(slots),

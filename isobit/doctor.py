@@ -13,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from isobit.kernels.admission import AdmissionTable, admit, host_facts
+from isobit.kernels.admission import AdmissionTable, admit
 from isobit.kernels.cpu.build import machine_libraries
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.features import REQUIRED_FLAGS, supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
-from isobit.kernels.registry import OPS_OF_ORDER, library_kernels
-from isobit.kernels.verdict_cache import ADMITTED, default_cache_path
+from isobit.kernels.registry import OPS_OF_ORDER
+from isobit.kernels.verdict_cache import ADMITTED
 from isobit.model_config import load_model_config
 from isobit.order import Order, model_orders
 
@@ -39,7 +40,7 @@ def run_doctor(
     orders = doctor_orders(model)
     libraries, unavailable = _open_libraries()
     kernels = [kernel for library in libraries for kernel in library_kernels(library)]
-    table = admit(kernels, orders, cache_path or default_cache_path(), host_facts(), progress and not as_json)
+    table = admit(kernels, orders, cache_path, progress=progress and not as_json)
     found = report(table, orders, unavailable)
     print(json.dumps(found, indent=2) if as_json else format_report(found))
     return 1 if found["missing"] else 0

@@ -18,7 +18,6 @@ from isobit.batch import Batch, build_batch
 from isobit.config import EngineConfig
 from isobit.loading import LoadedModel, load_model
 from isobit.pages import PagePool
-from isobit.plan import PAGE_SIZE
 from isobit.prefix_cache import PrefixCache
 from isobit.request import Request, RequestOutput, SamplingParams, TokenLogprob
 from isobit.runner import Runner
@@ -59,7 +58,7 @@ class LLMEngine:
         self.fingerprint = self.loaded.fingerprint
         self.runner = Runner(self.loaded.model, self.loaded.new_kv_cache())
         self.sampler = Sampler(self.loaded.ops, self.model_config.eos_token_ids)
-        pool = PagePool(self.plan.num_pages, PAGE_SIZE)
+        pool = PagePool(self.plan.num_pages, self.plan.page_size)
         self.scheduler = Scheduler(
             pool,
             PrefixCache(pool, enabled=not config.disable_radix_cache),
@@ -126,7 +125,7 @@ class LLMEngine:
         if not scheduled.chunks:
             assert not self.has_unfinished(), "the scheduler made no progress with requests queued"
             return []
-        batch = build_batch(scheduled.chunks)
+        batch = build_batch(scheduled.chunks, self.plan.page_size)
         hidden = self.runner.forward(batch)
         self.scheduler.commit(scheduled)
         self._count(batch)

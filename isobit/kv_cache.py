@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor, cut into pages of 64 tokens anchored at absolute positions.
+"""The paged KV cache: one tensor, cut into pages of tokens anchored at absolute positions.
 
 Knows layout and dtype; does not know which request owns a page. Pages are not cleared on reuse: the unused tail of a
 page may hold anything, and the attention kernels prove (admission) that it has no effect.
@@ -12,19 +12,19 @@ import mmap
 import torch
 
 from isobit.model_config import ModelConfig
-from isobit.plan import PAGE_SIZE
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
-    """`data` [num_layers, 2 (K, V), num_pages, num_kv_heads * head_dim * 64], float32 or bfloat16.
+    """`data` [num_layers, 2 (K, V), num_pages, num_kv_heads * head_dim * page_size], float32 or bfloat16.
 
-    A K page of one head is [head_dim, 64 keys], a V page [64 keys, head_dim]. Memory is taken as pages are touched.
+    A K page of one head is [head_dim, page_size keys], a V page [page_size keys, head_dim]. Memory
+    is taken as pages are touched.
     """
 
-    def __init__(self, model: ModelConfig, num_pages: int, kv_dtype: str) -> None:
-        page_elements = model.num_kv_heads * model.head_dim * PAGE_SIZE
+    def __init__(self, model: ModelConfig, num_pages: int, page_size: int, kv_dtype: str) -> None:
+        page_elements = model.num_kv_heads * model.head_dim * page_size
         shape = (model.num_layers, 2, num_pages, page_elements)
         dtype = _TORCH_DTYPES[kv_dtype]
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # zeros that cost nothing until they are written

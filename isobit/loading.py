@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass, replace
 
 from isobit.config import EngineConfig
-from isobit.kernels.admission import admit_library
+from isobit.kernels.admission import admit
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.features import supported_libraries
-from isobit.kernels.cpu.library import CpuLibrary
+from isobit.kernels.cpu.library import MAX_THREADS, CpuLibrary
 from isobit.kernels.interface import RopeTables
 from isobit.kv_cache import KVCache
 from isobit.model_config import ModelConfig, load_model_config
@@ -40,7 +41,7 @@ class LoadedModel:
 
     def new_kv_cache(self) -> KVCache:
         """A KV cache of the plan's size."""
-        return KVCache(self.model_config, self.plan.num_pages, self.plan.kv_cache_dtype)
+        return KVCache(self.model_config, self.plan.num_pages, self.plan.page_size, self.plan.kv_cache_dtype)
 
     def reconfigured(self, config: EngineConfig) -> LoadedModel:
         """The same weights under other sizes. Raises ValueError when the Orders or the library would change."""
@@ -55,7 +56,7 @@ def device_facts() -> DeviceFacts:
     """What this machine offers to the plan."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceFacts("cpu", supported_libraries(), cores, memory)
+    return DeviceFacts("cpu", supported_libraries(), min(cores, MAX_THREADS), memory)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -63,7 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config = load_model_config(config.model, config.parsed_overrides())
     plan = resolve_plan(config, model_config, device_facts())
     library = CpuLibrary(plan.cpu_library, plan.num_threads)
-    admitted = admit_library(library, plan.orders)
+    admitted = admit(library_kernels(library), plan.orders, progress=True)
     ops = Ops(library, plan.orders, admitted)
     weights = open_weights(config.model, model_config)
     rope = RopeTables(*rope_tables(model_config.rope, plan.context_length))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isobit.order import KV_BLOCK
-
 
 class PagePool:
     """`num_pages` pages of `page_size` tokens each, with reference counts. Misuse is a bug of ours: AssertionError."""
 
-    def __init__(self, num_pages: int, page_size: int = KV_BLOCK) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"a page pool needs at least 1 page of 1 token, got {num_pages} pages of {page_size}")
         self.num_pages = num_pages

@@ -12,16 +12,16 @@ from types import MappingProxyType
 
 from isobit.config import EngineConfig
 from isobit.model_config import ModelConfig, check_context_length, context_limit
-from isobit.order import KV_BLOCK, Order, fingerprint, model_orders
+from isobit.order import AttentionOrder, Order, fingerprint, model_orders
 
-PAGE_SIZE = KV_BLOCK
 DEFAULT_TOTAL_TOKENS = 16384
 KV_MEMORY_SHARE = 0.5  # of the machine's memory, the most a KV cache may be sized to
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the machine offers: device class, CPU kernel libraries it can run (best first), cores, memory in bytes."""
+    """What the machine offers: device class, CPU kernel libraries it can run (best first), cores it can put to
+    use, bytes of memory."""
 
     device_class: str
     libraries: tuple[str, ...]
@@ -40,6 +40,7 @@ class Plan:
     cpu_library: str
     num_threads: int
     context_length: int
+    page_size: int
     num_pages: int
     chunked_prefill_size: int
     max_running_requests: int
@@ -47,7 +48,6 @@ class Plan:
     model_arithmetic: str
     orders: Mapping[str, Order]
     reasons: Mapping[str, str]
-    page_size: int = PAGE_SIZE
 
     def fingerprint(self, weights_digest: str) -> str:
         """Hash of what decides the bits: weights, the model's arithmetic, Orders, device class, numerics version."""
@@ -55,9 +55,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready form for /server_info: values, reasons, and each Order as text."""
-        plain = {
-            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("orders", "reasons")
-        }
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("orders", "reasons")}
         return {
             **plain,
             "orders": {name: str(order) for name, order in self.orders.items()},
@@ -80,9 +78,10 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
     dtype, activation, kv_dtype = _resolve_dtypes(config, model, reasons)
     library = _resolve_library(config, facts, reasons)
     threads = _pick(reasons, "num_threads", config.num_threads, facts.num_cores, "cores this process may use")
-    bytes_per_token = kv_bytes_per_token(model, kv_dtype)
-    context = _resolve_context(config, model, facts, bytes_per_token, reasons)
-    pages = _resolve_pages(config, facts, context, bytes_per_token, reasons)
+    orders = model_orders(model, dtype, activation, kv_dtype, facts.device_class)
+    page = _resolve_page(orders["attention"], kv_bytes_per_token(model, kv_dtype), reasons)
+    context = _resolve_context(config, model, facts, page, reasons)
+    pages = _resolve_pages(config, facts, context, page, reasons)
     reasons["chunked_prefill_size"] = "most tokens in one step; cannot move a bit"
     reasons["max_running_requests"] = "most requests in one step; cannot move a bit"
     reasons["attention_kind"] = "capability declared by the model"
@@ -94,14 +93,29 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
         cpu_library=library,
         num_threads=threads,
         context_length=context,
+        page_size=page.num_tokens,
         num_pages=pages,
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,
         attention_kind=model.attention_kind,
         model_arithmetic=model.arithmetic(),
-        orders=MappingProxyType(model_orders(model, dtype, activation, kv_dtype, facts.device_class)),
+        orders=MappingProxyType(orders),
         reasons=MappingProxyType(reasons),
     )
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A page of the KV cache over all layers."""
+
+    num_tokens: int
+    num_bytes: int
+
+
+def _resolve_page(order: Order, bytes_per_token: int, reasons: dict[str, str]) -> _Page:
+    assert isinstance(order, AttentionOrder), f"attention has the Order {order}"
+    reasons["page_size"] = "kv_block of the AttentionOrder: a page holds one block of keys"
+    return _Page(order.kv_block, order.kv_block * bytes_per_token)
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: str) -> int:
@@ -145,7 +159,7 @@ def _resolve_library(config: EngineConfig, facts: DeviceFacts, reasons: dict[str
 
 
 def _resolve_context(
-    config: EngineConfig, model: ModelConfig, facts: DeviceFacts, bytes_per_token: int, reasons: dict[str, str]
+    config: EngineConfig, model: ModelConfig, facts: DeviceFacts, page: _Page, reasons: dict[str, str]
 ) -> int:
     if config.context_length is not None:
         check_context_length(model, config.context_length)
@@ -155,28 +169,26 @@ def _resolve_context(
     why = "max_position_embeddings of the model"
     if limit != model.max_position_embeddings:
         why = f"what isobit serves of the model's {model.max_position_embeddings} (rope scaling or sliding window)"
-    fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // bytes_per_token // PAGE_SIZE * PAGE_SIZE
+    fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // page.num_bytes * page.num_tokens
     if fits < limit:
         why = f"what {KV_MEMORY_SHARE:.0%} of the memory holds; the model allows {limit}"
         limit = fits
     if limit < 2:
-        raise ValueError(f"the KV cache of one token takes {bytes_per_token} bytes: this machine's memory is too small")
+        raise ValueError(f"one page of the KV cache takes {page.num_bytes} bytes: this machine's memory is too small")
     reasons["context_length"] = why
     return limit
 
 
-def _resolve_pages(
-    config: EngineConfig, facts: DeviceFacts, context: int, bytes_per_token: int, reasons: dict[str, str]
-) -> int:
+def _resolve_pages(config: EngineConfig, facts: DeviceFacts, context: int, page: _Page, reasons: dict[str, str]) -> int:
     tokens = config.max_total_tokens
     if tokens is None:
-        fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // bytes_per_token
+        fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // page.num_bytes * page.num_tokens
         tokens = max(context, min(DEFAULT_TOTAL_TOKENS, fits))
         reasons["num_pages"] = f"{tokens} tokens: the default, at least one full context"
     else:
         reasons["num_pages"] = f"max_total_tokens={tokens} as asked"
-    pages = -(-tokens // PAGE_SIZE)
-    needed = pages * PAGE_SIZE * bytes_per_token
+    pages = -(-tokens // page.num_tokens)
+    needed = pages * page.num_bytes
     if needed > facts.memory_bytes:
         raise ValueError(
             f"a KV cache of {tokens} tokens takes {needed} bytes and the machine has {facts.memory_bytes}; "

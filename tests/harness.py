@@ -16,7 +16,6 @@ from isobit.batch import build_batch
 from isobit.config import EngineConfig
 from isobit.engine import EngineStats, LLMEngine
 from isobit.loading import LoadedModel
-from isobit.plan import PAGE_SIZE
 from isobit.request import Request, SamplingParams, TokenLogprob
 from isobit.runner import Runner
 from isobit.scheduler import ScheduledChunk
@@ -116,14 +115,14 @@ def all_logits(loaded: LoadedModel, sequences: Sequence[Sequence[int]], page_ord
 
     `page_order` -1 hands the pages out from the other end of the cache: a page layout must not show.
     """
-    kv_cache = loaded.new_kv_cache()
+    kv_cache, page_size = loaded.new_kv_cache(), loaded.plan.page_size
     pages = iter(range(kv_cache.num_pages)[::page_order])
     chunks = []
     for index, token_ids in enumerate(sequences):
         request = Request(f"r{index}", tuple(token_ids), SamplingParams(), max_tokens=0)
-        request.pages = [next(pages) for _ in range(-(-len(token_ids) // PAGE_SIZE))]
+        request.pages = [next(pages) for _ in range(-(-len(token_ids) // page_size))]
         chunks.append(ScheduledChunk(request, 0, len(token_ids), True))
-    batch = build_batch(chunks)
+    batch = build_batch(chunks, page_size)
     runner = Runner(loaded.model, kv_cache)
     with torch.inference_mode():
         hidden = runner.forward(batch)

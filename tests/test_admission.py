@@ -21,10 +21,11 @@ from isobit.kernels import admission
 from isobit.kernels.admission import AdmissionTable, Claim, admit, host_facts
 from isobit.kernels.bitcompare import first_difference
 from isobit.kernels.calls import call, prepare
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.probes import probes_for
 from isobit.kernels.reference.calls import expect
-from isobit.kernels.registry import OPS, OPS_OF_ORDER, library_kernels
+from isobit.kernels.registry import OPS, OPS_OF_ORDER
 from isobit.kernels.verdict_cache import ADMITTED, NOT_OFFERED, REFUSED, Verdict
 from isobit.order import (
     Order,

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 
 from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
+from isobit.loading import device_facts
 
 
 def problem(kernels: CpuLibrary, seed: int, rows: int = 20) -> tuple[torch.Tensor, PackedLinear]:
@@ -64,6 +66,7 @@ def test_two_python_threads_at_once() -> None:
 
 FORK = """
 import os
+import pytest
 import torch
 from isobit.kernels.cpu.library import CpuLibrary
 
@@ -100,3 +103,11 @@ def test_workers_rest_when_there_is_no_work() -> None:
     time.sleep(0.5)
     used = time.process_time() - before
     assert used < 0.1, f"{used:.3f} s of processor time while idle: spinning would take at least 0.5 s"
+
+
+def test_a_machine_with_more_cores_than_the_pool_takes_uses_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(200)))
+    cores = device_facts().num_cores
+    assert CpuLibrary("scalar", cores).num_threads == cores == 64
+    with pytest.raises(ValueError, match="num_threads=200"):
+        CpuLibrary("scalar", 200)  # control: what the plan would have asked for

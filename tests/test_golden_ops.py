@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from isobit.kernels.calls import call, prepare
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.golden import GoldenCase, digest, golden_cases
 from isobit.kernels.reference.calls import expect
-from isobit.kernels.registry import OPS, library_kernels
+from isobit.kernels.registry import OPS
 from isobit.order import NUMERICS_VERSION
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "cpu_ops.json").read_text(encoding="utf-8"))

@@ -38,7 +38,7 @@ def check(pool: PagePool, cache: PrefixCache) -> None:
 
 
 def test_pool_allocates_all_or_nothing() -> None:
-    pool = PagePool(4)
+    pool = PagePool(4, SIZE)
     first = pool.allocate(3)
     assert first is not None and len(set(first)) == 3 and pool.num_free == 1
     assert pool.allocate(2) is None and pool.num_free == 1
@@ -51,7 +51,7 @@ def test_pool_allocates_all_or_nothing() -> None:
 
 
 def test_pool_frees_a_page_with_its_last_holder() -> None:
-    pool = PagePool(2)
+    pool = PagePool(2, SIZE)
     pages = pool.allocate(1)
     assert pages is not None
     pool.share(pages)
@@ -62,7 +62,7 @@ def test_pool_frees_a_page_with_its_last_holder() -> None:
 
 
 def test_pool_misuse_is_refused() -> None:
-    pool = PagePool(2)
+    pool = PagePool(2, SIZE)
     with pytest.raises(AssertionError, match="page 1 is released more often"):
         pool.release([1])
     with pytest.raises(AssertionError, match="page 0 is free"):
@@ -70,7 +70,7 @@ def test_pool_misuse_is_refused() -> None:
     with pytest.raises(AssertionError, match="cannot allocate -1"):
         pool.allocate(-1)
     with pytest.raises(ValueError, match="got 0 pages"):
-        PagePool(0)
+        PagePool(0, SIZE)
     pool._free.append(0)  # control: the check must see a damaged free list
     with pytest.raises(AssertionError, match="twice"):
         pool.check_integrity()

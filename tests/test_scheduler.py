@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from isobit.order import KV_BLOCK as PAGE_SIZE
 from isobit.pages import PagePool
-from isobit.plan import PAGE_SIZE
 from isobit.prefix_cache import PrefixCache
 from isobit.request import Request, RequestState, SamplingParams, TokenLogprob, mix64
 from isobit.scheduler import ScheduledChunk, ScheduledStep, Scheduler
@@ -58,7 +58,7 @@ class FakeEngine:
         self, num_pages: int, budget: int = 512, max_running: int = 64, enabled: bool = True,
         cache_type: type[PrefixCache] = PrefixCache, context: int = CONTEXT,
     ) -> None:  # fmt: skip
-        self.pool = PagePool(num_pages)
+        self.pool = PagePool(num_pages, PAGE_SIZE)
         self.cache = cache_type(self.pool, enabled)
         self.scheduler = Scheduler(self.pool, self.cache, max_running, budget, context)
         self.slots: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(num_pages)]

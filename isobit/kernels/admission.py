@@ -26,11 +26,11 @@ from isobit.kernels.calls import call, prepare
 from isobit.kernels.probe_data import Probe, Run
 from isobit.kernels.probes import PROBE_VERSION, probes_for
 from isobit.kernels.reference.calls import Arrays, expect
-from isobit.kernels.registry import OPS_OF_ORDER, Kernel, library_kernels
+from isobit.kernels.registry import OPS_OF_ORDER, Kernel
 from isobit.kernels.verdict_cache import ADMITTED, NOT_OFFERED, REFUSED, Verdict, VerdictCache, default_cache_path
 from isobit.order import NUMERICS_VERSION, Order
 
-__all__ = ["AdmissionTable", "Claim", "admit", "admit_library", "host_facts"]
+__all__ = ["AdmissionTable", "Claim", "admit", "host_facts"]
 
 
 @dataclass(frozen=True)
@@ -126,25 +126,20 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def admit_library(
-    library: Any, orders: Mapping[str, Order], cache_path: Path | None = None, progress: bool = True
-) -> AdmissionTable:
-    """Prove all kernels of one CPU library for `orders`; verdicts in `cache_path`, default the user's cache folder."""
-    return admit(library_kernels(library), orders, cache_path or default_cache_path(), host_facts(), progress)
-
-
 def admit(
     kernels: Sequence[Kernel],
     orders: Mapping[str, Order],
-    cache_path: Path,
-    device_facts: Mapping[str, str],
+    cache_path: Path | None = None,
+    device_facts: Mapping[str, str] | None = None,
     progress: bool = False,
 ) -> AdmissionTable:
     """Prove each kernel x schedule for each Order it claims, or take the verdict from the cache.
 
-    `device_facts` as from `host_facts`. Raises nothing for a refused kernel: the table does, when it is asked for.
+    `cache_path` None: in the user's cache folder; `device_facts` None: `host_facts()`. Raises nothing for a refused
+    kernel: the table does, when it is asked for.
     """
-    cache = VerdictCache(cache_path)
+    cache = VerdictCache(cache_path or default_cache_path())
+    device_facts = host_facts() if device_facts is None else device_facts
     verdicts: dict[Claim, Verdict] = {}
     pending: dict[tuple[str, Order], list[tuple[Kernel, str, dict[str, Any]]]] = {}
     sources = _sources_hash()
