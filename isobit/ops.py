@@ -6,7 +6,7 @@ at the number of rows, because admission proved that the schedules of one Order 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from isobit.kernels.admission import AdmissionTable
 from isobit.kernels.interface import AttentionShape, HeadNorms, KernelLibrary, Ladder, RopeTables
+from isobit.kernels.logits import LogitChanges, changed_logits, token_logprobs
 from isobit.kernels.registry import OPS_OF_ORDER
 from isobit.order import LinearOrder, Order
 
@@ -118,12 +119,20 @@ class Ops:
         return self.library.argmax(logits)
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Normaliser of each row, float64 [R]: logprob of i is float32(float64(logits[i]) - it) (LogprobsOrder)."""
+        """Normaliser of each row, float64 [R], for `token_logprobs` (LogprobsOrder)."""
         return self.library.logprobs(logits)[1]
+
+    def token_logprobs(self, row: torch.Tensor, normaliser: float, token_ids: Sequence[int]) -> list[float]:
+        """Log-prob of each id of a row [V]: float32(float64(x[i]) - normaliser) (LogprobsOrder)."""
+        return token_logprobs(row.numpy(), normaliser, token_ids)
 
     def top_logits(self, row: torch.Tensor, n: int) -> torch.Tensor:
         """The n largest of a row [V] by (value descending, id ascending), int32 [n]."""
         return self.library.top_logits(row, n)
+
+    def changed_logits(self, row: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
+        """A copy of a row [V] after bias, penalties and banned ids, float32 (SamplingOrder)."""
+        return torch.from_numpy(changed_logits(row.numpy(), changes))
 
     def sample(
         self, row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int

@@ -112,9 +112,10 @@ class PointwiseOrder:
 @dataclass(frozen=True)
 class SamplingOrder:
     """argmax over kept tokens of z[i] + gumbel(seed, position, i), ties to the lower id, in float64;
-    z[i] = (x[i] - max x) / T; gumbel is -log64(-log64(u)), u from splitmix64 of (seed, position, token id) alone.
-    Kept: the first top_k by (value descending, id ascending); then while the float64 running sum before the token
-    < top_p * total, summed in that order over exp32(float32(z)); then weight >= min_p."""
+    z[i] = (x[i] - max x) / T; x is the row after logit bias, repetition, frequency and presence penalties, in this
+    order and in float32 (`kernels/logits.py`); gumbel is -log64(-log64(u)), u from splitmix64 of (seed, position,
+    token id) alone. Kept: the first top_k by (value descending, id ascending); then while the float64 running sum
+    before the token < top_p * total, summed in that order over exp32(float32(z)); then weight >= min_p."""
 
     vocab_size: int
     noise: str = "splitmix64-gumbel-v1"

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from isobit.kernels.logits import LogitChanges
 from isobit.ops import Ops
 from isobit.request import Request, TokenLogprob
 
-Row = npt.NDArray[np.float32]
 SMALLEST_TEMPERATURE = 1e-100  # below it the division by T could leave float64; such a request is greedy
 
 
@@ -70,21 +68,17 @@ class Sampler:
         return dict(zip(rows, self.ops.logprobs(chosen).tolist(), strict=True))
 
     def _token_logprob(self, row: torch.Tensor, normaliser: float, token_id: int, num_top: int) -> TokenLogprob:
-        values: Row = row.numpy()
-
-        def logprob(index: int) -> float:
-            return float(np.float32(float(values[index]) - normaliser))
-
-        top = self.ops.top_logits(row, min(num_top, len(values))).tolist() if num_top else []
-        return TokenLogprob(token_id, logprob(token_id), tuple((index, logprob(index)) for index in top))
+        top = self.ops.top_logits(row, min(num_top, row.shape[0])).tolist() if num_top else []
+        own, *others = self.ops.token_logprobs(row, normaliser, [token_id, *top])
+        return TokenLogprob(token_id, own, tuple(zip(top, others, strict=True)))
 
     def _pick(self, row: torch.Tensor, best: int, request: Request) -> int:
         params = request.params
-        adjusted = self._adjusted(row, request)
+        changes = self._changes(request)
         greedy = params.temperature < SMALLEST_TEMPERATURE or params.top_k == 1
-        if greedy and adjusted is None:
+        if greedy and changes is None:
             return best
-        values = row if adjusted is None else torch.from_numpy(adjusted)
+        values = row if changes is None else self.ops.changed_logits(row, changes)
         if greedy:
             return int(self.ops.top_logits(values, 1)[0])
         assert params.seed is not None, "a sampled request has a seed"
@@ -92,31 +86,19 @@ class Sampler:
             values, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, len(request.token_ids)
         )
 
-    def _adjusted(self, row: torch.Tensor, request: Request) -> Row | None:
-        """A copy of the row after bias, penalties and min_tokens, in that order; None when nothing applies."""
+    def _changes(self, request: Request) -> LogitChanges | None:
+        """What the params ask to change in the request's row; None when nothing does."""
         params = request.params
         forbid_end = request.num_output_tokens < params.min_tokens
         penalised = params.frequency_penalty != 0 or params.presence_penalty != 0
         if not (params.logit_bias or params.repetition_penalty != 1 or penalised or forbid_end):
             return None
-        values: Row = row.numpy().copy()
-        for token_id, bias in params.logit_bias.items():
-            values[token_id] += np.float32(bias)
-        if params.repetition_penalty != 1:
-            _repetition_penalty(values, request.token_ids, params.repetition_penalty)
-        if penalised and request.num_output_tokens:
-            counts = Counter(request.output_token_ids)
-            ids = np.fromiter(counts.keys(), dtype=np.int64)
-            times = np.fromiter(counts.values(), dtype=np.float32)
-            values[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
-        if forbid_end:
-            values[[*self.eos_token_ids, *params.stop_token_ids]] = -np.inf
-        return values
-
-
-def _repetition_penalty(values: Row, token_ids: Sequence[int], penalty: float) -> None:
-    """Divide positive and multiply negative logits of tokens seen so far (Keskar et al. 2019), in place."""
-    ids = np.unique(np.array(token_ids))
-    seen = values[ids]
-    factor = np.float32(penalty)
-    values[ids] = np.where(seen > 0, seen / factor, seen * factor)
+        return LogitChanges(
+            bias=params.logit_bias,
+            repetition_penalty=params.repetition_penalty,
+            seen=request.token_ids,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            counts=Counter(request.output_token_ids) if penalised else {},
+            banned=(*self.eos_token_ids, *params.stop_token_ids) if forbid_end else (),
+        )

@@ -18,6 +18,7 @@ import torch
 from isobit.batch import Batch
 from isobit.config import EngineConfig
 from isobit.engine import EngineStats, LLMEngine
+from isobit.kernels.logits import LogitChanges, changed_logits, token_logprobs
 from isobit.kernels.reference import ops as reference
 from isobit.model_config import ModelConfig, RopeConfig
 from isobit.order import LogprobsOrder, SamplingOrder
@@ -76,6 +77,12 @@ class FakeOps:
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(reference.logprobs(LogprobsOrder(VOCAB), logits.numpy())[1])
+
+    def token_logprobs(self, row: torch.Tensor, normaliser: float, token_ids: Sequence[int]) -> list[float]:
+        return token_logprobs(row.numpy(), normaliser, token_ids)
+
+    def changed_logits(self, row: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
+        return torch.from_numpy(changed_logits(row.numpy(), changes))
 
     def top_logits(self, row: torch.Tensor, n: int) -> torch.Tensor:
         return torch.from_numpy(reference.top_logits(row.numpy(), n))
