@@ -42,7 +42,7 @@ class EngineConfig:
     random_seed: int | None = _option(None, "seed of the seeds given to unseeded requests; default: from the system")
     served_model_name: str | None = _option(None, "model name in the API; default: the last part of `model`")
     chat_template: str | None = _option(None, "file with a Jinja chat template replacing the checkpoint's")
-    hf_overrides: str | None = _option(None, "JSON object laid over config.json, such as {\"rope_theta\": 10000.0}")
+    hf_overrides: str | None = _option(None, 'JSON object laid over config.json, such as {"rope_theta": 10000.0}')
     max_logprobs: int = _option(64, "most alternatives per position a request may ask for")
     max_queued_requests: int = _option(4096, "most requests waiting or running; more are refused")
 

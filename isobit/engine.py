@@ -271,5 +271,3 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
             raise ValueError(f"{name} must be a whole number, got {token_id!r}")
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} {token_id} is outside the vocabulary [0, {vocab_size})")
-
-

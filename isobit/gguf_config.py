@@ -12,9 +12,9 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from isobit.architectures import gguf_architecture
 from isobit.gguf_file import GGUFFile
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SIZES = {
     "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -49,9 +49,11 @@ def hf_tensor_name(name: str) -> str | None:
 
 def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """The config.json the GGUF was made from. Raises ValueError for what it cannot express."""
-    kind = file.metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES:
-        raise ValueError(f"{file.path}: GGUF architecture {kind!r} is not supported; {', '.join(_ARCHITECTURES)} are")
+    kind: Any = file.metadata.get("general.architecture")
+    try:
+        architecture = gguf_architecture(kind, f"{kind}.attention.sliding_window" in file.metadata)
+    except ValueError as error:
+        raise ValueError(f"{file.path}: {error}") from error
     own = {key[len(kind) + 1 :]: value for key, value in file.metadata.items() if key.startswith(f"{kind}.")}
     scaling = {key[13:]: own.pop(key) for key in list(own) if key.startswith("rope.scaling.")}
     unknown = sorted(set(own) - set(_SIZES) - _CHECKED)
@@ -59,10 +61,8 @@ def hf_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: metadata {', '.join(f'{kind}.{key}' for key in unknown)} is not understood")
     if own.get("expert_count"):
         raise ValueError(f"{file.path}: {kind}.expert_count={own['expert_count']}: mixtures of experts not supported")
-    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[kind]], "hidden_act": "silu"}
+    config: dict[str, Any] = {"architectures": [architecture], "hidden_act": "silu"}
     config |= {_SIZES[key]: value for key, value in own.items() if key in _SIZES}
-    if "sliding_window" in config and kind == "llama":
-        config["architectures"] = ["MistralForCausalLM"]  # GGUF calls both llama; only Mistral has a window
     config["rope_parameters"] = _rope_parameters(file, own, scaling)
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from isobit.architectures import Architecture
 from isobit.checkpoint import read_json_object
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "quantized": "quantized"}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_DEFAULT_WINDOW = {"MistralForCausalLM": 4096}  # transformers' value when the key is absent; null means no window
 _GENERATION_KEYS = ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")
 
 # keys that change the arithmetic of these architectures or their relatives, and the values that leave it alone
@@ -54,15 +54,14 @@ def check_arithmetic_keys(raw: Mapping[str, Any]) -> None:
         raise ValueError(f"layer_types has {', '.join(others)}; supported: full_attention, sliding_attention")
 
 
-def sliding_window(raw: Mapping[str, Any], architecture: str) -> int | None:
+def sliding_window(raw: Mapping[str, Any], architecture: Architecture) -> int | None:
     """Window of the layers that have one, None when none has; absent and null keys as transformers reads them."""
-    if architecture == "LlamaForCausalLM":
-        return None  # transformers' Llama has no window and ignores the key
-    window = raw.get("sliding_window", _DEFAULT_WINDOW.get(architecture))
-    if architecture.startswith("Qwen"):
+    if architecture.window == "ignored":
+        return None
+    window = raw.get("sliding_window", architecture.default_window)
+    if architecture.window == "switch":
         if not raw.get("use_sliding_window"):
             return None
-        window = raw.get("sliding_window", 4096)
         layer_types = raw.get("layer_types")
         if layer_types is not None:
             window = window if "sliding_attention" in layer_types else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobit.architectures import ARCHITECTURES, Architecture, find_architecture
 from isobit.checkpoint import read_json_object, resolve_checkpoint
 from isobit.gguf_config import hf_config_from_gguf
 from isobit.gguf_file import read_gguf
@@ -68,25 +69,6 @@ class ModelConfig:
         }
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What an architecture fixes and its config.json does not say; None: the config's `attention_bias` decides."""
-
-    qkv_bias: bool | None
-    o_bias: bool | None
-    reads_mlp_bias: bool
-    qk_norm: bool
-    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(qkv_bias=None, o_bias=None, reads_mlp_bias=True, qk_norm=False),
-    "MistralForCausalLM": _Family(qkv_bias=False, o_bias=False, reads_mlp_bias=False, qk_norm=False),
-    "Qwen2ForCausalLM": _Family(qkv_bias=True, o_bias=False, reads_mlp_bias=False, qk_norm=False),
-    "Qwen3ForCausalLM": _Family(None, None, reads_mlp_bias=False, qk_norm=True, default_head_dim=128),
-}
-
-
 def load_model_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Config of a checkpoint folder, a .gguf file, or the embedded "smollm2", with `overrides` laid over its keys.
 
@@ -122,18 +104,17 @@ def _overlay(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> ModelConfig:
-    architecture = _architecture(raw)
-    family = _FAMILIES[architecture]
+    name, architecture = _architecture(raw)
     check_arithmetic_keys(raw)
     hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    head_dim = _head_dim(raw, family, hidden_size, num_heads)
+    head_dim = _head_dim(raw, architecture, hidden_size, num_heads)
     attention_bias = _flag(raw, "attention_bias")
     vocab_size, bos = _size(raw, "vocab_size"), raw.get("bos_token_id")
     return ModelConfig(
-        architecture=architecture,
+        architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_size(raw, "intermediate_size"),
@@ -146,25 +127,24 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any], path: Path) ->
         max_position_embeddings=_size(raw, "max_position_embeddings"),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         dtype=checkpoint_dtype(raw, path),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=family.reads_mlp_bias and _flag(raw, "mlp_bias"),
-        qk_norm=family.qk_norm,
+        qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
+        mlp_bias=architecture.reads_mlp_bias and _flag(raw, "mlp_bias"),
+        qk_norm=architecture.qk_norm,
         sliding_window=sliding_window(raw, architecture),
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_token_ids=eos_token_ids(raw, generation, path, vocab_size),
+        attention_kind=architecture.attention_kind,
         generation_defaults=generation_defaults(generation),
     )
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def _architecture(raw: Mapping[str, Any]) -> tuple[str, Architecture]:
     named = raw.get("architectures")
-    supported = ", ".join(_FAMILIES)
     if not isinstance(named, list) or len(named) != 1:
+        supported = ", ".join(ARCHITECTURES)
         raise ValueError(f"architectures must be a list of one name, got {named!r}; supported: {supported}")
-    if named[0] not in _FAMILIES:
-        raise ValueError(f"architecture {named[0]!r} is not supported; supported: {supported}")
-    return str(named[0])
+    return str(named[0]), find_architecture(named[0])
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:
@@ -183,11 +163,11 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _head_dim(raw: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
+def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden_size: int, num_heads: int) -> int:
     if raw.get("head_dim") is not None:
         return _size(raw, "head_dim")
-    if family.default_head_dim is not None:
-        return family.default_head_dim
+    if architecture.default_head_dim is not None:
+        return architecture.default_head_dim
     if hidden_size % num_heads:
         raise ValueError(f"hidden_size={hidden_size} is not a multiple of num_attention_heads={num_heads}")
     return hidden_size // num_heads

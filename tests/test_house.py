@@ -7,6 +7,7 @@ that a change to them is a decision.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 import isobit
 from isobit import cli, order
+from isobit.architectures import ARCHITECTURES
 
 PACKAGE = Path(order.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -25,7 +27,7 @@ RELATIVE = [path.relative_to(PACKAGE).as_posix() for path in FILES]
 
 # Level of each file or folder below isobit/. Level 0 and 1 import no torch.
 LEVELS = {
-    "order": 0, "config": 0, "model_config": 0, "plan": 0, "request": 0,
+    "order": 0, "config": 0, "model_config": 0, "architectures": 0, "plan": 0, "request": 0,
     "checkpoint": 0, "hf_config": 0, "gguf_config": 0, "gguf_file": 0, "rope_config": 0,
     "sampling_defaults": 0,
     "scheduler": 1, "pages": 1, "prefix_cache": 1,
@@ -307,6 +309,21 @@ def test_file_opens_with_a_docstring_and_is_one_room(file: str) -> None:
     source = (PACKAGE / file).read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(source)), f"isobit/{file}: say what it is, and what it does not know"
     assert source.count("\n") <= MAX_LINES, f"isobit/{file} has more than {MAX_LINES} lines: one room or two?"
+
+
+def architecture_names(source: str) -> list[str]:
+    """Architecture names that stand in `source` as strings."""
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and re.fullmatch(r"\w+For(CausalLM|\w*Generation)", text)]
+
+
+def test_only_the_registry_names_architectures() -> None:
+    named = {file: architecture_names((PACKAGE / file).read_text(encoding="utf-8")) for file in RELATIVE}
+    assert named.pop("architectures.py") == list(ARCHITECTURES), "control: the registry itself is found"
+    named.pop("demo.py")  # its control is one class of transformers
+    assert {file: names for file, names in named.items() if names} == {}
+    for name, architecture in ARCHITECTURES.items():
+        assert hasattr(importlib.import_module(f"isobit.models.{architecture.module}"), name)
 
 
 def test_public_names_are_frozen() -> None:

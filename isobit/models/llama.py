@@ -34,8 +34,6 @@ class DecoderLayer:
 class LlamaForCausalLM:
     """A decoder-only model on the ops; variants override the capability flags or `expected_weights`."""
 
-    attention_kind = "gqa"
-
     def __init__(self, config: ModelConfig, ops: Ops, weights: WeightSource, rope: RopeTables) -> None:
         weights.check_complete(self.expected_weights(config))
         self.config = config
@@ -45,9 +43,7 @@ class LlamaForCausalLM:
         embedding = weights.get("model.embed_tokens.weight")
         head = embedding if config.tie_word_embeddings else weights.get("lm_head.weight")
         self.lm_head = ops.make_linear("linear.lm_head", head)
-        self.embedding = (
-            self.lm_head if config.tie_word_embeddings else ops.make_linear("linear.lm_head", embedding)
-        )
+        self.embedding = self.lm_head if config.tie_word_embeddings else ops.make_linear("linear.lm_head", embedding)
         layers = tqdm(range(config.num_layers), desc="loading layers", leave=False, disable=None)
         self.layers = [self._build_layer(weights, f"model.layers.{index}.") for index in layers]
         self.norm = RMSNorm(ops, weights.get("model.norm.weight"), config.rms_norm_eps)
