@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import struct
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 
 from isobit.config import EngineConfig
 from isobit.engine import LLMEngine
-from isobit.kernels.cpu.features import supported_libraries
+from isobit.kernels.cpu.features import available_cores, supported_libraries
 from isobit.llm import LLM
 from isobit.loading import LoadedModel, load_model
 from isobit.model_config import load_model_config
@@ -255,7 +254,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2", help="a Llama checkpoint with a chat template")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     llm = LLM(model=options.model)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     print(f"{QUESTION}\n")
@@ -278,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{'all equal, by bytes' if good else 'NOT ALL EQUAL'}: {len(rows)} conditions\n")
 
     print(f"control: the greedy request ({CONTROL_TOKENS} tokens) and the same weights in transformers, float32:\n")
-    control = control_rows(options.model, demo.prompt, cores)
+    control = control_rows(options.model, demo.prompt, available_cores())
     print_rows(control)
     differs = not all_equal(control)
     print(f"\ntorch's own kernels: {'log-prob bits depend on the company' if differs else 'no difference this time'}")

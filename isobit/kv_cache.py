@@ -11,9 +11,8 @@ import mmap
 
 import torch
 
+from isobit.kernels.interface import TORCH_DTYPES
 from isobit.model_config import ModelConfig
-
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
@@ -26,7 +25,7 @@ class KVCache:
     def __init__(self, model: ModelConfig, num_pages: int, page_size: int, kv_dtype: str) -> None:
         page_elements = model.num_kv_heads * model.head_dim * page_size
         shape = (model.num_layers, 2, num_pages, page_elements)
-        dtype = _TORCH_DTYPES[kv_dtype]
+        dtype = TORCH_DTYPES[kv_dtype]
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # zeros that cost nothing until they are written
         self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from isobit.config import EngineConfig
 from isobit.kernels.admission import admit
 from isobit.kernels.cpu.claims import library_kernels
-from isobit.kernels.cpu.features import supported_libraries
+from isobit.kernels.cpu.features import available_cores, supported_libraries
 from isobit.kernels.cpu.library import MAX_THREADS, CpuLibrary
 from isobit.kernels.interface import RopeTables
 from isobit.kv_cache import KVCache
@@ -44,7 +44,10 @@ class LoadedModel:
         return KVCache(self.model_config, self.plan.num_pages, self.plan.page_size, self.plan.kv_cache_dtype)
 
     def reconfigured(self, config: EngineConfig) -> LoadedModel:
-        """The same weights under other sizes. Raises ValueError when the Orders or the library would change."""
+        """The same weights under other sizes. Raises ValueError when the Orders or the library would change.
+
+        The kernels are shared, and with them the number of threads: the one asked for last holds for all engines.
+        """
         plan = resolve_plan(config, self.model_config, device_facts())
         if plan.orders != self.plan.orders or plan.cpu_library != self.plan.cpu_library:
             raise ValueError("these options change the Orders or the kernel library: load the model anew")
@@ -54,9 +57,8 @@ class LoadedModel:
 
 def device_facts() -> DeviceFacts:
     """What this machine offers to the plan."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceFacts("cpu", supported_libraries(), min(cores, MAX_THREADS), memory)
+    return DeviceFacts("cpu", supported_libraries(), min(available_cores(), MAX_THREADS), memory)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

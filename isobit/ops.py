@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 from isobit.kernels.admission import AdmissionTable
-from isobit.kernels.interface import AttentionShape, HeadNorms, KernelLibrary, Ladder, RopeTables
+from isobit.kernels.interface import TORCH_DTYPES, AttentionShape, HeadNorms, KernelLibrary, Ladder, RopeTables
 from isobit.kernels.logits import LogitChanges, changed_logits, token_logprobs
 from isobit.kernels.registry import OPS_OF_ORDER
 from isobit.order import LinearOrder, Order
-
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Ops:
         schedules = self.admitted.require_any("linear", order, self.library.name)
         ladder = self.library.linear_ladder(schedules)
         assert {schedule for _, schedule in ladder} <= set(schedules), f"{ladder} leaves the admitted {schedules}"
-        weight = weight.to(_TORCH_DTYPES[order.weight_dtype]).contiguous()
+        weight = weight.to(TORCH_DTYPES[order.weight_dtype]).contiguous()
         bias = None if bias is None else bias.to(torch.float32).contiguous()
         return Linear(self.library.pack_linear(weight, bias), order, ladder)
 

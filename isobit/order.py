@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -187,8 +188,10 @@ def model_orders(
 ) -> dict[str, Order]:
     """All Orders of a model, keyed by a readable name such as "linear.qkv" or "attention".
 
-    Raises ValueError naming the dimension or dtype for which there is no Order.
+    Raises ValueError naming the attention kind, dimension or dtype for which there is no Order.
     """
+    if config.attention_kind != "gqa":
+        raise ValueError(f"no Orders for attention_kind={config.attention_kind!r} on {device_class}; supported: gqa")
     orders: dict[str, Order] = {}
     for name, (n, k) in config.linear_shapes().items():
         orders[f"linear.{name}"] = linear_order(n, k, weight_dtype, activation_dtype, device_class)
@@ -215,24 +218,30 @@ def format_orders(orders: Mapping[str, Order]) -> str:
     lines = [f"{name:<{width}}  {order}" for name, order in orders.items()]
     kinds = dict.fromkeys(type(order) for order in orders.values())
     for kind in kinds:
-        lines.append(f"\n{kind.__name__}: {' '.join((kind.__doc__ or '').split())}")
+        sentence = f"{kind.__name__}: {' '.join((kind.__doc__ or '').split())}"
+        lines.append("\n" + textwrap.fill(sentence, 118, subsequent_indent="  ", break_on_hyphens=False))
+    lines.append(f"\nThese are the docstrings of {__file__}; kernels/reference/ops.py executes them.")
     return "\n".join(lines)
 
 
 def _main() -> None:
     import argparse
 
+    from isobit.config import EngineConfig
     from isobit.model_config import load_model_config
+    from isobit.plan import resolve_dtypes
 
     parser = argparse.ArgumentParser(prog="python -m isobit.order", description="Print the Orders of a model.")
     parser.add_argument("model", nargs="?", default="smollm2", help="checkpoint folder, .gguf file, or 'smollm2'")
-    parser.add_argument("--weight-dtype", default="bfloat16", choices=_DTYPES)
-    parser.add_argument("--activation-dtype", default="bfloat16", choices=_DTYPES)
-    parser.add_argument("--kv-cache-dtype", default="bfloat16", choices=_DTYPES)
+    for option in ("--weight-dtype", "--activation-dtype", "--kv-cache-dtype"):
+        parser.add_argument(option, default="auto", choices=("auto", *_DTYPES), help="auto: as a server would choose")
     args = parser.parse_args()
     try:
         config = load_model_config(args.model)
-        orders = model_orders(config, args.weight_dtype, args.activation_dtype, args.kv_cache_dtype, "cpu")
+        options = EngineConfig(
+            dtype=args.weight_dtype, activation_dtype=args.activation_dtype, kv_cache_dtype=args.kv_cache_dtype
+        )
+        orders = model_orders(config, *resolve_dtypes(options, config)[:3], "cpu")
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     print(f"{config.architecture}, numerics version {NUMERICS_VERSION}, device class cpu\n")

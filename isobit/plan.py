@@ -74,8 +74,7 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
 
     Raises ValueError when a choice cannot be kept: an unsupported library, dtype, context length or KV size.
     """
-    reasons: dict[str, str] = {}
-    dtype, activation, kv_dtype = _resolve_dtypes(config, model, reasons)
+    dtype, activation, kv_dtype, reasons = resolve_dtypes(config, model)
     library = _resolve_library(config, facts, reasons)
     threads = _pick(reasons, "num_threads", config.num_threads, facts.num_cores, "cores this process may use")
     orders = model_orders(model, dtype, activation, kv_dtype, facts.device_class)
@@ -84,7 +83,7 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
     pages = _resolve_pages(config, facts, context, page, reasons)
     reasons["chunked_prefill_size"] = "most tokens in one step; cannot move a bit"
     reasons["max_running_requests"] = "most requests in one step; cannot move a bit"
-    reasons["attention_kind"] = "capability declared by the model"
+    reasons["attention_kind"] = "capability declared by the architecture"
     return Plan(
         device_class=facts.device_class,
         dtype=dtype,
@@ -128,9 +127,9 @@ def _pick(reasons: dict[str, str], name: str, asked: int | None, default: int, w
     return default if asked is None else asked
 
 
-def _resolve_dtypes(config: EngineConfig, model: ModelConfig, reasons: dict[str, str]) -> tuple[str, str, str]:
-    dtype = config.dtype
-    reasons["dtype"] = "as asked"
+def resolve_dtypes(config: EngineConfig, model: ModelConfig) -> tuple[str, str, str, dict[str, str]]:
+    """(dtype of weights, of activations, of the KV cache, reasons). Raises ValueError for a pair without an Order."""
+    dtype, reasons = config.dtype, {"dtype": "as asked"}
     if dtype == "auto":
         dtype = "float32" if model.dtype in ("float32", "float16") else "bfloat16"
         reasons["dtype"] = f"the checkpoint is {model.dtype}" + (
@@ -143,7 +142,7 @@ def _resolve_dtypes(config: EngineConfig, model: ModelConfig, reasons: dict[str,
         raise ValueError("activation_dtype=bfloat16 needs dtype=bfloat16; float32 weights take float32 activations")
     kv_dtype = config.kv_cache_dtype
     reasons["kv_cache_dtype"] = "as asked" if kv_dtype != "auto" else "follows dtype"
-    return dtype, activation, dtype if kv_dtype == "auto" else kv_dtype
+    return dtype, activation, dtype if kv_dtype == "auto" else kv_dtype, reasons
 
 
 def _resolve_library(config: EngineConfig, facts: DeviceFacts, reasons: dict[str, str]) -> str:

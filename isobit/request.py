@@ -203,7 +203,6 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     pages: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # one a prompt token, the first is None
 
     def __post_init__(self) -> None:
@@ -236,4 +235,3 @@ class RequestOutput:
     error: str | None
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None  # with the first output, when asked for
-    extra: Mapping[str, Any] = field(default_factory=dict)

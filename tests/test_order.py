@@ -87,6 +87,14 @@ def test_table_refuses_what_it_cannot_name() -> None:
     assert mixed.returncode != 0 and "float32 weights take float32 activations" in mixed.stderr
 
 
+def test_table_follows_the_checkpoint_and_refuses_another_kind_of_attention() -> None:
+    table = run_without_torch("smollm2", "--weight-dtype", "float32").stdout
+    assert "activation_dtype='float32'" in table and "kv_dtype='float32'" in table
+    assert "isobit/order.py" in table, "the table says where it comes from"
+    with pytest.raises(ValueError, match=r"attention_kind='mla'.*supported: gqa"):
+        model_orders(replace(CONFIG, attention_kind="mla"), "bfloat16", "bfloat16", "bfloat16", "cpu")
+
+
 def changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else value + "-other"
 

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
+from isobit.kernels.interface import TORCH_DTYPES, AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference.calls import Arrays
 from isobit.kernels.reference.math import Float32, flush
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SENTINEL = 7.0  # what untouched cache slots hold while rope_and_cache is watched
 
 
@@ -29,7 +28,7 @@ def prepare(library: Any, op: str, order: Any, inputs: Mapping[str, Any]) -> Any
     """What a model keeps between calls of `op`: the packed weight of linear and embedding, else None."""
     if op not in ("linear", "embedding"):
         return None
-    weight = _tensor(inputs["w"]).to(_TORCH_DTYPES[order.weight_dtype])
+    weight = _tensor(inputs["w"]).to(TORCH_DTYPES[order.weight_dtype])
     return library.pack_linear(weight, _optional(inputs.get("bias"), False))
 
 
@@ -86,7 +85,7 @@ def _rope_and_cache(library: Any, order: Any, schedule: str, inputs: Mapping[str
     page_size = order.kv_block
     num_pages = num_rows // page_size + 2
     slots = (np.arange(num_rows) * 37 + 11) % (num_pages * page_size)  # 37 is odd: no slot twice
-    kv_layer = torch.full((2, num_pages, kv_heads * width * page_size), _SENTINEL, dtype=_TORCH_DTYPES[order.kv_dtype])
+    kv_layer = torch.full((2, num_pages, kv_heads * width * page_size), _SENTINEL, dtype=TORCH_DTYPES[order.kv_dtype])
     norms = None
     if inputs["q_norm"] is not None:
         norms = HeadNorms(_tensor(inputs["q_norm"], misaligned), _tensor(inputs["k_norm"], misaligned), inputs["eps"])
@@ -143,7 +142,7 @@ def paged(order: Any, kv: list[tuple[Float32, Float32]], lengths: list[int]) -> 
             v_page = cache[1, page].reshape(kv_heads, page_size, width)
             k_page[:, :, :size] = k[keys].transpose(1, 2, 0)
             v_page[:, :size] = v[keys].transpose(1, 0, 2)
-    layer = torch.from_numpy(cache.reshape(2, num_pages, -1)).to(_TORCH_DTYPES[order.kv_dtype])
+    layer = torch.from_numpy(cache.reshape(2, num_pages, -1)).to(TORCH_DTYPES[order.kv_dtype])
     return layer, torch.from_numpy(page_tables)
 
 

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["AttentionShape", "HeadNorms", "KernelLibrary", "Ladder", "RopeTables"]
+__all__ = ["TORCH_DTYPES", "AttentionShape", "HeadNorms", "KernelLibrary", "Ladder", "RopeTables"]
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the names Orders use
 
 Ladder = tuple[tuple[int, str], ...]  # (most rows, schedule), ascending; the last step takes any number of rows
 

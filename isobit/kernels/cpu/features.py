@@ -1,17 +1,18 @@
-"""Which kernel libraries this CPU and operating system can run, best first. Standard library only.
+"""Which kernel libraries this CPU and operating system can run, best first, and on how many cores. No torch.
 
 Does not compile or load anything. The answer is a matter of speed: every library gives the same bits.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
 
 from isobit.kernels.cpu.build import machine_libraries
 
-__all__ = ["choose_library", "supported_libraries"]
+__all__ = ["available_cores", "choose_library", "supported_libraries"]
 
 # CPU flags, as Linux names them, that the code of each library may use; "scalar" needs none.
 REQUIRED_FLAGS = {
@@ -19,6 +20,11 @@ REQUIRED_FLAGS = {
     "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx2": ("avx2", "fma"),
 }
+
+
+def available_cores() -> int:
+    """Cores this process may use, as far as the operating system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def supported_libraries() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ loaded. Invariant: `name`, `num_threads` and `schedule` choose how something is 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from isobit.kernels.cpu.build import find_library, source_hash
-from isobit.kernels.cpu.features import choose_library
+from isobit.kernels.cpu.features import available_cores, choose_library
 from isobit.kernels.interface import AttentionShape, HeadNorms, Ladder, RopeTables
 
 __all__ = ["CpuLibrary", "PackedLinear"]
@@ -77,7 +76,7 @@ class CpuLibrary:
 
     def __init__(self, name: str = "auto", num_threads: int | None = None) -> None:
         if num_threads is None:
-            num_threads = min(_available_cores(), MAX_THREADS)
+            num_threads = min(available_cores(), MAX_THREADS)
         if not 1 <= num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads={num_threads}: from 1 to {MAX_THREADS} is supported")
         self.name = choose_library(name)
@@ -298,9 +297,3 @@ class CpuLibrary:
         """The sampling noise that a 64-bit hash stands for."""
         noise: float = self._c.isobit_gumbel_from_word(word)
         return noise
-
-
-def _available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
