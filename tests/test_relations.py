@@ -2,19 +2,23 @@
 
 alone = in a crowd = permuted = repeated; whole = chunked = cached = preempted; decode = score; any threads; any build.
 Each relation runs on every model family and dtype, proves that its condition happened, and compares bytes. The control
-at the end runs torch's own kernels through the same comparison, and must fail it.
+at the end runs a kernel that looks at the number of rows through the same comparison, and must fail it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from isobit.config import EngineConfig
 from isobit.engine import LLMEngine
 from isobit.kernels.cpu.features import supported_libraries
+from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
 from isobit.loading import LoadedModel, load_model
 from isobit.request import SamplingParams
 from tests.harness import Arrival, Run, make_prompt, run_script, run_with
@@ -204,3 +208,37 @@ def test_fingerprints_are_equal_exactly_when_bits_must_be(served: Served) -> Non
     kv = "bfloat16" if served.loaded.plan.kv_cache_dtype == "float32" else "float32"
     with pytest.raises(ValueError, match="load the model anew"):
         served.loaded.reconfigured(replace(served.config, kv_cache_dtype=kv))
+
+
+def test_control_a_kernel_that_looks_at_the_batch_fails_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linears summed as libraries do it: in one piece for a few rows, K in two halves for more (split-K)."""
+    weights: dict[int, torch.Tensor] = {}
+    pack = CpuLibrary.pack_linear
+
+    def remember(self: CpuLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        packed = pack(self, weight, bias)
+        weights[packed.data_pointer] = weight
+        return packed
+
+    def split_for_many(self: CpuLibrary, x: torch.Tensor, packed: PackedLinear, *others: Any) -> torch.Tensor:
+        weight, half, addend = weights[packed.data_pointer], packed.k // 2, others[2]
+        y = x @ weight.T if x.shape[0] <= 4 else x[:, :half] @ weight.T[:half] + x[:, half:] @ weight.T[half:]
+        y = y if packed.bias is None else y + packed.bias
+        return y if addend is None else addend + y
+
+    config = EngineConfig(
+        model=str(make_tiny("llama", tmp_path)), dtype="float32", context_length=512, random_seed=0, num_threads=1,
+        disable_radix_cache=True,
+    )  # fmt: skip
+    monkeypatch.setattr(CpuLibrary, "pack_linear", remember)
+    loaded = load_model(config)  # admitted as it is; the kernel is exchanged afterwards, as no engine of ours would
+    monkeypatch.setattr(CpuLibrary, "linear", split_for_many)
+    params = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, ignore_eos=True)
+    needle = Arrival("needle", make_prompt(3, loaded.model_config.vocab_size), params)
+    served = Served(config, loaded, needle, run_with(loaded, config, [needle]).results["needle"].bits)
+    assert served.run([needle]).results["needle"].bits == served.solo, "the difference below is the company's"
+    crowded = served.run([*served.crowd(8), needle])
+    assert crowded.stats.max_step_requests >= 6
+    assert crowded.results["needle"].bits != served.solo
