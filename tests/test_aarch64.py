@@ -19,9 +19,9 @@ import pytest
 
 from isobit.kernels.calls import call, prepare
 from isobit.kernels.cpu import library as cpu_library
+from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.golden import digest, golden_cases
-from isobit.kernels.registry import library_kernels
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "cpu_ops.json").read_text())["digests"]
