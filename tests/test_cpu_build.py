@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.kernels.cpu import build, features
+from isobit.kernels.cpu import build, features, library
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake $FAKE_VERSION"; exit 0; fi
@@ -178,3 +178,14 @@ def test_every_supported_library_loads_here() -> None:
     for name in features.supported_libraries():
         assert os.path.getsize(build.find_library(name)) > 10_000
         ctypes.CDLL(str(build.find_library(name)))
+
+
+def test_another_binary_of_the_same_sources_is_proven_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = library.CpuLibrary("scalar", 1)
+    assert library.CpuLibrary("scalar", 2).source_hash == first.source_hash
+    other = tmp_path / "other.so"
+    other.write_bytes(build.find_library("scalar").read_bytes() + b"made by another compiler")
+    monkeypatch.setattr(library, "find_library", lambda name: other)
+    second = library.CpuLibrary("scalar", 1)
+    assert build.source_hash() in first.source_hash and build.source_hash() in second.source_hash
+    assert second.source_hash != first.source_hash, "the verdicts of one binary would be taken for the other"

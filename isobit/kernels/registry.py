@@ -35,7 +35,7 @@ class Kernel:
     """A claim: `library`'s method named `op` keeps every Order for which `claims` returns None, under each schedule.
 
     `claims(order)` returns None, or the reason why the kernel does not offer that Order. `library` has the settable
-    attribute `num_threads`. `source_hash` changes with anything that can change the kernel's bits.
+    attribute `num_threads`. `source_hash` changes with anything that can change the kernel's bits, its compiler too.
     """
 
     name: str

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["build_libraries", "find_library", "machine_libraries", "source_hash"]
+__all__ = ["build_libraries", "file_digest", "find_library", "machine_libraries", "source_hash"]
 
 _HERE = Path(__file__).resolve().parent
 _AVX512 = ("-DISOBIT_AVX512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -127,7 +127,7 @@ def compile_library(compiler: tuple[str, ...], name: str, target: Path) -> None:
                 f"compiling the {name} kernels failed: {shlex.join(command)}\n{result.stderr[-2000:]}\n{INSTALL_HINT}"
             )
         checksum = Path(folder) / "checksum"
-        checksum.write_text(_digest(output))
+        checksum.write_text(file_digest(output))
         os.replace(output, target)
         os.replace(checksum, _checksum_path(target))
 
@@ -153,13 +153,14 @@ def _checksum_path(library: Path) -> Path:
     return library.with_suffix(".sha256")
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of the bytes of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_whole(library: Path) -> bool:
     """Whether the file is there with the bytes that were written. Loading a damaged library could end the process."""
     try:
-        return _checksum_path(library).read_text() == _digest(library)
+        return _checksum_path(library).read_text() == file_digest(library)
     except (OSError, UnicodeDecodeError):
         return False

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isobit.kernels.cpu.build import find_library, source_hash
+from isobit.kernels.cpu.build import file_digest, find_library, source_hash
 from isobit.kernels.cpu.features import available_cores, choose_library
 from isobit.kernels.interface import AttentionShape, HeadNorms, Ladder, RopeTables
 
@@ -80,9 +80,10 @@ class CpuLibrary:
         if not 1 <= num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads={num_threads}: from 1 to {MAX_THREADS} is supported")
         self.name = choose_library(name)
-        self.source_hash = source_hash()
         self.num_threads = num_threads
-        self._c = ctypes.CDLL(str(find_library(self.name)))
+        path = find_library(self.name)
+        self.source_hash = f"{source_hash()} {file_digest(path)}"  # what another compiler made must be proven anew
+        self._c = ctypes.CDLL(str(path))
         for function, (result, arguments) in _SIGNATURES.items():
             symbol = getattr(self._c, function)
             symbol.restype, symbol.argtypes = result, arguments
