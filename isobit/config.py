@@ -7,6 +7,7 @@ fields below. Nothing here can move a bit except `dtype`, `activation_dtype` and
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -47,8 +48,12 @@ class EngineConfig:
     max_queued_requests: int = _option(4096, "most requests waiting or running; more are refused")
 
     def __post_init__(self) -> None:
+        for name in ("model", "chat_template"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))  # frozen for everyone else
         for spec in fields(self):
             value, choices = getattr(self, spec.name), spec.metadata["choices"]
+            _check_type(spec.name, value, str(spec.type))
             if choices and value not in choices:
                 raise ValueError(f"{spec.name}={value!r}: supported are {', '.join(choices)}")
         at_least = {
@@ -57,9 +62,7 @@ class EngineConfig:
         }  # fmt: skip
         for name, minimum in at_least.items():
             value = getattr(self, name)
-            if value is None and name in ("context_length", "max_total_tokens", "num_threads"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
+            if value is not None and not minimum <= value < 2**31:
                 raise ValueError(f"{name}={value!r}: a whole number from {minimum} to 2147483647 is needed")
         if self.hf_overrides is not None:
             self.parsed_overrides()
@@ -84,3 +87,15 @@ class EngineConfig:
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**options)
+
+
+def _check_type(name: str, value: object, wanted: str) -> None:
+    """`wanted` is a field's annotation: bool, int or str, perhaps "| None"."""
+    kind, _, optional = wanted.partition(" | ")
+    if value is None and optional:
+        return
+    python_type, words = {
+        "bool": (bool, "true or false"), "int": (int, "a whole number"), "str": (str, "a text"),
+    }[kind]  # fmt: skip
+    if not isinstance(value, python_type) or (kind == "int" and isinstance(value, bool)):
+        raise ValueError(f"{name}={value!r}: {words} is needed")

@@ -205,3 +205,24 @@ def test_serve_on_a_chosen_port_until_interrupted() -> None:
 def test_help_needs_no_torch() -> None:
     code = "import sys; from isobit.cli import build_parser; build_parser(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("disable_radix_cache", "false", "true or false"),  # a text is true in Python, whatever it says
+        ("num_threads", "2", "a whole number"),
+        ("num_threads", True, "a whole number"),
+        ("max_logprobs", None, "a whole number"),
+        ("random_seed", 1.5, "a whole number"),
+        ("hf_overrides", {"rope_theta": 5.0}, "a text"),
+        ("model", None, "a text"),
+    ],
+)
+def test_options_of_another_type_are_refused(option: str, value: object, needed: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}=.*: {needed}"):
+        EngineConfig.from_options({option: value})
+
+
+def test_a_model_may_be_given_as_a_path() -> None:
+    assert EngineConfig(model=Path("a/b")).model == "a/b"  # type: ignore[arg-type]
