@@ -20,6 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from isobit.model_config import ModelConfig, load_model_config
 from isobit.models.llama import LlamaForCausalLM
 from isobit.weights import WeightSource, open_weights
+from isobit.weights import gguf as gguf_weights
 from tests.tiny import KINDS, make_tiny, tiny_checkpoint
 
 
@@ -233,6 +234,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_gguf_library_that_dequantises_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tiny_checkpoint("llama"), tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    open_checkpoint(path)  # the installed one is fine
+    real = gguf_weights.dequantize
+    monkeypatch.setattr(
+        gguf_weights, "dequantize", lambda blocks, kind: np.nextafter(real(blocks, kind), np.float32(9))
+    )
+    with pytest.raises(ValueError, match=r"gguf .* dequantises Q8_0 to other bits .* constraints\.txt"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])

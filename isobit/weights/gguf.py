@@ -2,12 +2,15 @@
 
 Knows the file's blocks through the `gguf` library and the one difference of layout: for the llama architecture GGUF
 keeps q and k with the rows of each head interleaved (pairs of rotary features adjacent); here they get the rotate-half
-order of Hugging Face back. Dequantising is elementwise, so it gives the same bits on every machine.
+order of Hugging Face back. Dequantising is elementwise, so it gives the same bits on every machine; that
+the installed `gguf` gives the bits that fingerprints stand for is checked when a file is opened.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,18 @@ from isobit.gguf_file import GGUFTensor, read_gguf
 from isobit.model_config import ModelConfig
 from isobit.weights.source import WeightSource
 
+# What each kind of block must give in `_digest_of_probe`. The digest of the weights covers the blocks as stored, so equal
+# fingerprints need equal dequantising. Made with gguf 0.19.0.
+_DEQUANTISED = {
+    "Q4_0": "7b39b3272408671c", "Q4_1": "4235251286cf20b3", "Q5_0": "bd6964dc478f15f1",
+    "Q5_1": "2224dc3d5fb9be14", "Q8_0": "6a5d67bd187483a3", "Q2_K": "f805382744c83416",
+    "Q3_K": "b53741b4160bce04", "Q4_K": "c92275f05c2472a6", "Q5_K": "f2a8bf7f39547117",
+    "Q6_K": "43b1598c1984944b", "IQ2_XXS": "7143d79a34fdbba6", "IQ2_XS": "ff96f5e17d8c5b61",
+    "IQ3_XXS": "19b47498b071f99d", "IQ1_S": "110a259f09e7be79", "IQ4_NL": "ba7ffb2c86b478e6",
+    "IQ3_S": "197f1ed7bc730232", "IQ2_S": "86904593666dd739", "IQ4_XS": "e03b3a595dc171c6",
+    "IQ1_M": "7c64ef800f594d2c", "TQ1_0": "13ca6972c95b060b", "TQ2_0": "efd2606f0f0476d7",
+    "MXFP4": "9b7a556f6bb9594f", "NVFP4": "f94773a4b945ed07",
+}  # fmt: skip
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
 
@@ -91,10 +106,20 @@ class GGUFWeights(WeightSource):
                 raise ValueError(f"{self.description} is cut short: {name} lies beyond its {self._data.size} bytes")
         for kind in {GGMLQuantizationType(tensor.ggml_type) for tensor in self._tensors.values()}:
             if kind not in _FLOATS and kind != GGMLQuantizationType.BF16:
-                try:
-                    dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind)
-                except NotImplementedError as error:
-                    raise ValueError(f"{self.description}: GGUF type {kind.name} cannot be dequantised") from error
+                if kind.name not in _DEQUANTISED:
+                    raise ValueError(f"{self.description}: GGUF type {kind.name} cannot be dequantised")
+                if _digest_of_probe(kind) != _DEQUANTISED[kind.name]:
+                    raise ValueError(
+                        f"{self.description}: the installed gguf {version('gguf')} dequantises {kind.name} to other "
+                        "bits than isobit's fingerprints stand for; install the version in constraints.txt"
+                    )
+
+
+def _digest_of_probe(kind: GGMLQuantizationType) -> str:
+    """Digest of what three blocks of fixed bytes, whose scales are finite in any reading, are dequantised to."""
+    num_bytes = GGML_QUANT_SIZES[kind][1]
+    probe = ((np.arange(3 * num_bytes) * 37 + 11) % 120).astype(np.uint8).reshape(3, num_bytes)
+    return hashlib.sha256(np.ascontiguousarray(dequantize(probe, kind), dtype="<f4").tobytes()).hexdigest()[:16]
 
 
 def _rows_and_bytes(tensor: GGUFTensor) -> tuple[int, int]:
