@@ -2,8 +2,8 @@
 
 Knows the file's blocks through the `gguf` library and the one difference of layout: for the llama architecture GGUF
 keeps q and k with the rows of each head interleaved (pairs of rotary features adjacent); here they get the rotate-half
-order of Hugging Face back. Dequantising is elementwise, so it gives the same bits on every machine; that
-the installed `gguf` gives the bits that fingerprints stand for is checked when a file is opened.
+order of Hugging Face back. Dequantising is elementwise, so it gives the same bits on every machine; that the
+installed `gguf` gives the bits which fingerprints stand for is checked when a file is opened.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from isobit.gguf_file import GGUFTensor, read_gguf
 from isobit.model_config import ModelConfig
 from isobit.weights.source import WeightSource
 
-# What each kind of block must give in `_digest_of_probe`. The digest of the weights covers the blocks as stored, so equal
-# fingerprints need equal dequantising. Made with gguf 0.19.0.
+# What each kind of block must give in `_digest_of_probe`. The digest of the weights covers the blocks as stored, so
+# equal fingerprints need equal dequantising. Made with gguf 0.19.0.
 _DEQUANTISED = {
     "Q4_0": "7b39b3272408671c", "Q4_1": "4235251286cf20b3", "Q5_0": "bd6964dc478f15f1",
     "Q5_1": "2224dc3d5fb9be14", "Q8_0": "6a5d67bd187483a3", "Q2_K": "f805382744c83416",
