@@ -242,3 +242,13 @@ def rotated(x: Any, norm: torch.Tensor | None, cos: torch.Tensor, sin: torch.Ten
     if norm is not None:
         x = reference.rms_norm(norm_order(x.shape[-1], "cpu"), x, norm.numpy(), 1e-6)
     return reference.rope(x, cos.numpy(), sin.numpy(), interleaved)
+
+
+def test_ladder_holds_admitted_schedules_only_and_takes_any_number_of_rows() -> None:
+    kernels = CpuLibrary("scalar", num_threads=1)
+    for admitted in (("stream", "tile"), ("tile",), ("stream",), ("stream", "tile", "stream-dp", "tile-dp")):
+        ladder = kernels.linear_ladder(admitted)
+        assert {schedule for _, schedule in ladder} <= set(admitted)
+        assert [most for most, _ in ladder] == sorted({most for most, _ in ladder}) and ladder[-1][0] >= 2**31
+    assert kernels.linear_ladder(("stream", "tile"))[0][1] == "stream"
+    assert kernels.linear_ladder(("stream", "tile"))[-1][1] == "tile"
