@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 from collections.abc import Iterator
@@ -70,14 +71,19 @@ def test_a_client_that_leaves_an_unstreamed_request(slow: Server) -> None:  # ca
     assert pages_in_use(slow) == 0
 
 
-def test_a_client_that_leaves_while_sending(server: Server) -> None:
+def test_a_client_that_leaves_while_sending(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     solo = server.needle()
+    monitor = logging.getLogger("uvicorn.error")
+    monitor.addHandler(caplog.handler)
     host, port = server.url.removeprefix("http://").split(":")
-    for sent in (b"POST /v1/completions HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99\r\n\r\n{"):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    for sent in (head, head + b"Content-Length: 99\r\n\r\n{"):
         connection = socket.create_connection((host, int(port)))
         connection.sendall(sent)
         connection.close()
     assert server.needle() == solo and is_empty(server)
+    monitor.removeHandler(caplog.handler)
+    assert not caplog.records, "leaving is the client's right, not an error of the server"
 
 
 def test_aborts_at_any_phase_change_nobody(server: Server) -> None:  # case 132

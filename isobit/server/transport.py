@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,14 +26,17 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError 413 above MAX_BODY_BYTES without reading on."""
+    """The whole body. Raises ApiError 413 above MAX_BODY_BYTES without reading on, ClientGoneError if it never ends."""
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
     return b"".join(parts)
 
 
