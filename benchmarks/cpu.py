@@ -170,7 +170,7 @@ def linear_rows(name: str, n: int, k: int, dtype: str, num_threads: int, library
     torch_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
     weight = (torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / k**0.5).to(torch_dtype)
     copies = max(1, min(64, COLD_BYTES // (weight.numel() * weight.element_size())))
-    packed = [ops.make_linear("linear.x", weight) for _ in range(copies)]
+    packed = [ops.make_linear("linear.x", [weight]) for _ in range(copies)]
     plain = [weight.clone() for _ in range(copies)]
     rows = []
     for num_rows in LINEAR_ROWS:

@@ -57,23 +57,33 @@ class Ops:
         self.library = library
         self.orders = orders
         self.admitted = admitted
+        self._ladders: dict[LinearOrder, Ladder] = {}
         for order in dict.fromkeys(orders.values()):
+            if isinstance(order, LinearOrder):
+                self._ladders[order] = self._ladder(order)
             for op in OPS_OF_ORDER[type(order)]:
-                if op == "linear":  # `make_linear` picks among its admitted schedules
-                    admitted.require_any(op, order, library.name)
-                else:
+                if op != "linear":  # of which the ladder holds admitted schedules only
                     admitted.require_all(op, order, library.name)
 
-    def make_linear(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Pack `weight` [N, K] (rounded to the Order's weight dtype) and `bias` [N]; `name` as in "linear.qkv"."""
+    def _ladder(self, order: LinearOrder) -> Ladder:
+        schedules = self.admitted.require_any("linear", order, self.library.name)
+        ladder = self.library.linear_ladder(order.weight_dtype, order.activation_dtype, schedules)
+        assert {schedule for _, schedule in ladder} <= set(schedules), f"{ladder} leaves the admitted {schedules}"
+        return ladder
+
+    def make_linear(
+        self, name: str, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None
+    ) -> Linear:
+        """Pack weights [N_i, K], laid one after the other along N and rounded to the Order's dtype, with biases [N_i].
+
+        `name` as in "linear.qkv".
+        """
         order = self.orders[name]
         assert isinstance(order, LinearOrder), f"{name} has the Order {order}"
-        schedules = self.admitted.require_any("linear", order, self.library.name)
-        ladder = self.library.linear_ladder(schedules)
-        assert {schedule for _, schedule in ladder} <= set(schedules), f"{ladder} leaves the admitted {schedules}"
-        weight = weight.to(TORCH_DTYPES[order.weight_dtype]).contiguous()
-        bias = None if bias is None else bias.to(torch.float32).contiguous()
-        return Linear(self.library.pack_linear(weight, bias), order, ladder)
+        dtype = TORCH_DTYPES[order.weight_dtype]
+        weight = torch.cat([weight.to(dtype) for weight in weights]) if len(weights) > 1 else weights[0].to(dtype)
+        bias = None if biases is None else torch.cat([bias.to(torch.float32) for bias in biases])
+        return Linear(self.library.pack_linear(weight.contiguous(), bias), order, self._ladders[order])
 
     def linear(self, x: torch.Tensor, layer: Linear, addend: torch.Tensor | None = None) -> torch.Tensor:
         """x float32 [M, K] -> float32 [M, N]; `addend` [M, N] is added last (LinearOrder)."""

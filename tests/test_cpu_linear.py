@@ -7,6 +7,7 @@ is the same sum in another order, which differs.
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from isobit.kernels.bitcompare import first_difference
 from isobit.kernels.cpu.features import supported_libraries
+from isobit.kernels.cpu.ladder import TimedLinear, choose_ladder
 from isobit.kernels.cpu.library import CpuLibrary, PackedLinear
 from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference import ops as reference
@@ -245,10 +247,22 @@ def rotated(x: Any, norm: torch.Tensor | None, cos: torch.Tensor, sin: torch.Ten
 
 
 def test_ladder_holds_admitted_schedules_only_and_takes_any_number_of_rows() -> None:
-    kernels = CpuLibrary("scalar", num_threads=1)
-    for admitted in (("stream", "tile"), ("tile",), ("stream",), ("stream", "tile", "stream-dp", "tile-dp")):
-        ladder = kernels.linear_ladder(admitted)
-        assert {schedule for _, schedule in ladder} <= set(admitted)
-        assert [most for most, _ in ladder] == sorted({most for most, _ in ladder}) and ladder[-1][0] >= 2**31
-    assert kernels.linear_ladder(("stream", "tile"))[0][1] == "stream"
-    assert kernels.linear_ladder(("stream", "tile"))[-1][1] == "tile"
+    kernels = CpuLibrary("auto", num_threads=1)
+    for weight_dtype, activation_dtype in (("float32", "float32"), ("bfloat16", "bfloat16")):
+        offered = kernels.linear_schedules(weight_dtype, activation_dtype)
+        for admitted in (offered, ("tile",), ("stream",), ("stream", "tile")):
+            ladder = kernels.linear_ladder(weight_dtype, activation_dtype, admitted)
+            assert {schedule for _, schedule in ladder} <= set(admitted)
+            assert [most for most, _ in ladder] == sorted({most for most, _ in ladder}) and ladder[-1][0] >= 2**31
+    ladder = kernels.linear_ladder("float32", "float32", ("stream", "tile"))
+    assert (ladder[0][1], ladder[-1][1]) == ("stream", "tile")
+
+
+def test_ladder_takes_the_faster_of_two_schedules_that_must_be_timed() -> None:
+    def make_linear(weight: torch.Tensor) -> TimedLinear:
+        return lambda x, schedule: time.sleep(0.01 if schedule in slow else 0)
+
+    admitted = ("stream", "tile", "stream-dp", "tile-dp")
+    for slow in ({"stream", "tile-dp"}, {"stream-dp", "tile"}):
+        ladder = choose_ladder(admitted, make_linear, "bfloat16")
+        assert [schedule for _, schedule in ladder if schedule in slow] == []

@@ -64,8 +64,11 @@ class KernelLibrary(Protocol):
     def linear_schedules(self, weight_dtype: str, activation_dtype: str) -> tuple[str, ...]:
         """Schedules of `linear` for a pair of dtypes; empty for a pair without an Order."""
 
-    def linear_ladder(self, admitted: Sequence[str]) -> Ladder:
-        """Which of the `admitted` schedules (at least one) to run for how many rows: a matter of speed alone."""
+    def linear_ladder(self, weight_dtype: str, activation_dtype: str, admitted: Sequence[str]) -> Ladder:
+        """Which of the `admitted` schedules (at least one) to run for how many rows: a matter of speed alone.
+
+        May measure; the answer may differ from start to start and cannot move a bit.
+        """
 
     def linear(
         self,

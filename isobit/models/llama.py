@@ -40,10 +40,10 @@ class LlamaForCausalLM:
         self.ops = ops
         self.rope = rope
         self.shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-        embedding = weights.get("model.embed_tokens.weight")
-        head = embedding if config.tie_word_embeddings else weights.get("lm_head.weight")
-        self.lm_head = ops.make_linear("linear.lm_head", head)
-        self.embedding = self.lm_head if config.tie_word_embeddings else ops.make_linear("linear.lm_head", embedding)
+        self.embedding = ops.make_linear("linear.lm_head", [weights.get("model.embed_tokens.weight")])
+        self.lm_head = self.embedding
+        if not config.tie_word_embeddings:
+            self.lm_head = ops.make_linear("linear.lm_head", [weights.get("lm_head.weight")])
         layers = tqdm(range(config.num_layers), desc="loading layers", leave=False, disable=None)
         self.layers = [self._build_layer(weights, f"model.layers.{index}.") for index in layers]
         self.norm = RMSNorm(ops, weights.get("model.norm.weight"), config.rms_norm_eps)
@@ -110,9 +110,8 @@ class LlamaForCausalLM:
 
     def _stack(self, weights: WeightSource, order_name: str, names: list[str], has_bias: bool) -> Linear:
         """One packed linear of several projections laid one after the other along N."""
-        weight = torch.cat([weights.get(name + ".weight") for name in names])
-        bias = torch.cat([weights.get(name + ".bias") for name in names]) if has_bias else None
-        return self.ops.make_linear(order_name, weight, bias)
+        biases = [weights.get(name + ".bias") for name in names] if has_bias else None
+        return self.ops.make_linear(order_name, [weights.get(name + ".weight") for name in names], biases)
 
     def forward(self, token_ids: torch.Tensor, inputs: AttentionInputs, kv_cache: KVCache) -> torch.Tensor:
         """token_ids int32 [M] -> residual stream after the last layer, float32 [M, D]; writes the KV cache."""

@@ -36,6 +36,7 @@ _DEQUANTISED = {
     "IQ1_M": "7c64ef800f594d2c", "TQ1_0": "13ca6972c95b060b", "TQ2_0": "efd2606f0f0476d7",
     "MXFP4": "9b7a556f6bb9594f", "NVFP4": "f94773a4b945ed07",
 }  # fmt: skip
+_PIECE_BYTES = 2**18  # of blocks dequantised at once
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
 
@@ -69,7 +70,7 @@ class GGUFWeights(WeightSource):
         elif kind in _FLOATS:
             value = torch.from_numpy(blocks.view(_FLOATS[kind]).copy())
         else:
-            value = torch.from_numpy(np.ascontiguousarray(dequantize(blocks, kind), dtype=np.float32))
+            value = torch.from_numpy(_dequantised(blocks, kind))
         value = value.reshape(tensor.shape)
         return self._rotate_half_rows(name, value) if self._permuted else value
 
@@ -113,6 +114,17 @@ class GGUFWeights(WeightSource):
                         f"{self.description}: the installed gguf {version('gguf')} dequantises {kind.name} to other "
                         "bits than isobit's fingerprints stand for; install the version in constraints.txt"
                     )
+
+
+def _dequantised(blocks: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType) -> Any:
+    """float32 [rows, width], some rows at a time: `dequantize` takes several times the memory of its result."""
+    rows, row_bytes = blocks.shape
+    at_once = max(1, _PIECE_BYTES // max(1, row_bytes))
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    value = np.empty((rows, row_bytes // block_bytes * block_size), np.float32)
+    for start in range(0, rows, at_once):
+        value[start : start + at_once] = dequantize(blocks[start : start + at_once], kind)
+    return value
 
 
 def _digest_of_probe(kind: GGMLQuantizationType) -> str:

@@ -7,7 +7,6 @@ loaded. Invariant: `name`, `num_threads` and `schedule` choose how something is 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,13 @@ import torch
 
 from isobit.kernels.cpu.build import file_digest, find_library, source_hash
 from isobit.kernels.cpu.features import available_cores, choose_library
+from isobit.kernels.cpu.ladder import TimedLinear, choose_ladder
 from isobit.kernels.interface import AttentionShape, HeadNorms, Ladder, RopeTables
 
 __all__ = ["CpuLibrary", "PackedLinear"]
 
 MAX_THREADS = 64  # of src/pool.h
 LINEAR_SCHEDULES = {"stream": 0, "tile": 1, "stream-dp": 2, "tile-dp": 3}  # enum schedule of src/linear.c
-FEW_ROWS = 16  # up to this many rows "stream" is faster than "tile" (dev/LOG.md)
 ATTENTION_SCHEDULES = {"auto": 0, "tiles": 1, "pages": 2}  # enum of src/attention.c
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -113,13 +112,14 @@ class CpuLibrary:
         bits = self._c.isobit_linear_schedules(weight_dtype == "bfloat16", activation_dtype == "bfloat16")
         return tuple(name for name, number in LINEAR_SCHEDULES.items() if bits >> number & 1)
 
-    def linear_ladder(self, admitted: Sequence[str]) -> Ladder:
+    def linear_ladder(self, weight_dtype: str, activation_dtype: str, admitted: Sequence[str]) -> Ladder:
         """(most rows, schedule) among the `admitted`: stream the weight for a few rows, tiles for many."""
-        few, many = (
-            next((wish for wish in wishes if wish in admitted), admitted[0])
-            for wishes in (("stream-dp", "stream"), ("tile-dp", "tile"))
-        )
-        return ((FEW_ROWS, few), (sys.maxsize, many))
+
+        def make_linear(weight: torch.Tensor) -> TimedLinear:
+            packed = self.pack_linear(weight)
+            return lambda x, schedule: self.linear(x, packed, activation_dtype, schedule)
+
+        return choose_ladder(admitted, make_linear, weight_dtype)
 
     def linear(
         self,
