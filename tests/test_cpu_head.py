@@ -129,7 +129,8 @@ def test_top_logits_by_value_then_id(vocab_size: int, library: CpuLibrary) -> No
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-def test_noise_of_a_word(library: CpuLibrary) -> None:
+def test_case_35_noise_of_a_word(library: CpuLibrary) -> None:
+    """Finite at the extremes of the hash, where a uniform number rounded to 0 or 1 would be infinite."""
     generator = np.random.default_rng(3)
     words = [*WORDS, *(int(word) for word in generator.integers(0, 2**64, 2000, dtype=np.uint64))]
     noise = np.array([library.gumbel_from_word(word) for word in words])

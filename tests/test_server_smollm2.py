@@ -78,6 +78,18 @@ def test_scoring_gives_the_bits_of_generating(llm: LLM, server: Server) -> None:
     assert scored["token_logprobs"][0] is None  # case 23
 
 
+def test_english_is_likely(llm: LLM) -> None:
+    """Case 23: scores read from a wrong position would be hugely negative; chance would give -10.8."""
+    text = "The sun is a star. It is the centre of our solar system, and all the planets move around it."
+    [scores] = llm.score([text], use_tqdm=False)
+    values = [score for score in scores[1:] if score is not None]
+    assert scores[0] is None and len(values) == len(scores) - 1 > 15
+    assert -4 < sum(values) / len(values) < -1
+    [swapped] = llm.score([" ".join(text.split()[::-1])], use_tqdm=False)
+    backwards = [score for score in swapped[1:] if score is not None]
+    assert sum(backwards) / len(backwards) < -5, "control: the same words backwards are not English"
+
+
 def test_echo_of_emoji_and_accents(server: Server) -> None:  # case 97
     text = "👩‍👩‍👧 žluťoučký kůň 日本語 <|im_start|>user"
     [choice] = server.complete(prompt=text, echo=True, max_tokens=0, logprobs=1)["choices"]
