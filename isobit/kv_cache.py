@@ -26,7 +26,8 @@ class KVCache:
         page_elements = model.num_kv_heads * model.head_dim * page_size
         shape = (model.num_layers, 2, num_pages, page_elements)
         dtype = TORCH_DTYPES[kv_dtype]
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # zeros that cost nothing until they are written
+        # Zeros that cost nothing until they are written; private, or a forked process would write into ours.
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.data = torch.frombuffer(memory, dtype=dtype).view(shape)
         self.layers: tuple[torch.Tensor, ...] = tuple(self.data.unbind(0))
         self.num_pages = num_pages

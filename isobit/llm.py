@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from isobit.config import EngineConfig
 from isobit.engine import LLMEngine
+from isobit.model_config import load_model_config
 from isobit.output import OutputProcessor, RequestResult
 from isobit.request import SamplingParams
 from isobit.sampling_defaults import resolve_defaults
@@ -59,6 +60,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         config = EngineConfig.from_options({"model": model, **options})
+        load_model_config(config.model, config.parsed_overrides())  # its faults are told before the tokenizer's
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
         self._set(LLMEngine(config), tokenizer)
 
@@ -136,7 +138,6 @@ class LLM:
             given = next(iter(given.values()))
         if isinstance(given, str):
             try:
-                given.encode("utf-8")  # a lone surrogate is no text
                 return given, tuple(self.tokenizer.encode(given))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error

@@ -50,6 +50,11 @@ class AttentionInputs:
     page_tables: torch.Tensor
 
 
+def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Copy of chosen rows of a CPU tensor [M, ...]. Torch would wake its OpenMP threads, which hang a forked child."""
+    return torch.from_numpy(x.numpy()[list(rows)])
+
+
 class Ops:
     """The ops of one model on one device. Construction raises ValueError when an op has no admitted kernel."""
 

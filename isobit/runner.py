@@ -13,6 +13,7 @@ import torch
 from isobit.batch import Batch
 from isobit.kv_cache import KVCache
 from isobit.models import CausalLM
+from isobit.ops import take_rows
 
 LOGITS_ROWS = 64
 
@@ -32,4 +33,4 @@ class Runner:
         """Yield (rows, logits float32 [len(rows), V]) in order, at most LOGITS_ROWS rows at a time."""
         for start in range(0, len(rows), LOGITS_ROWS):
             piece = rows[start : start + LOGITS_ROWS]
-            yield piece, self.model.logits(hidden[torch.tensor(piece)])
+            yield piece, self.model.logits(take_rows(hidden, piece))

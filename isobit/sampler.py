@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from isobit.kernels.logits import LogitChanges
-from isobit.ops import Ops
+from isobit.ops import Ops, take_rows
 from isobit.request import Request, TokenLogprob
 
 SMALLEST_TEMPERATURE = 1e-100  # below it the division by T could leave float64; such a request is greedy
@@ -64,7 +64,7 @@ class Sampler:
     def _normalisers(self, logits: torch.Tensor, rows: Sequence[int]) -> dict[int, float]:
         if not rows:
             return {}
-        chosen = logits if len(rows) == logits.shape[0] else logits[torch.tensor(rows)]
+        chosen = logits if len(rows) == logits.shape[0] else take_rows(logits, rows)
         return dict(zip(rows, self.ops.logprobs(chosen).tolist(), strict=True))
 
     def _token_logprob(self, row: torch.Tensor, normaliser: float, token_id: int, num_top: int) -> TokenLogprob:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from isobit import LLM, SamplingParams
 from isobit.output import RequestResult
 from tests.fake_engine import VOCAB, FakeEngine, fake_tokenizer
 from tests.server_harness import running_server
+from tests.tiny import make_tiny
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
 
@@ -189,3 +192,14 @@ def test_exports() -> None:
         isobit.nothing  # noqa: B018
     code = "import sys, isobit; isobit.SamplingParams; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_a_bad_config_is_told_as_one(tmp_path: Path) -> None:
+    """Not as a tokenizer that cannot be loaded, which reads the same config.json."""
+    folder = make_tiny("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config["rope_theta"], config["rope_scaling"] = 10000.0, {"rope_type": "longrope", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="longrope"):
+        LLM(str(folder))

@@ -91,9 +91,7 @@ def served(
         loaded = load_model(config)
         vocab_size = loaded.model_config.vocab_size
         # Seeded sampling at T=1 is more order-sensitive than greedy: any moved bit can change the draw.
-        params = SamplingParams(
-            max_tokens=16, temperature=1.0, seed=42, logprobs=5, prompt_logprobs=2, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=16, temperature=1.0, seed=42, logprobs=5, prompt_logprobs=2, ignore_eos=True)
         needle = Arrival("needle", make_prompt(131, vocab_size), params)
         solo = run_script(LLMEngine(config, loaded), [needle]).results["needle"].bits
         served_models[name] = Served(config, loaded, needle, solo)

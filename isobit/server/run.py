@@ -12,6 +12,7 @@ import uvicorn
 
 from isobit.config import EngineConfig
 from isobit.engine import LLMEngine
+from isobit.model_config import load_model_config
 from isobit.sampling_defaults import resolve_defaults
 from isobit.server.app import create_app
 from isobit.tokenizer import load_tokenizer
@@ -45,6 +46,7 @@ def serve(
     resolve_defaults((), generation_config, sampling_defaults)
     listener = bind(host, port)
     try:
+        load_model_config(config.model, config.parsed_overrides())  # its faults are told before the tokenizer's
         tokenizer = load_tokenizer(config.model, chat_template=config.chat_template)
         engine = LLMEngine(config)
         checkpoint = engine.model_config.generation_defaults
