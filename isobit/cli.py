@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from isobit import __version__
-from isobit.config import EngineConfig
+from isobit.config import EngineConfig, check_type
+from isobit.kernels.cpu.build import KernelBuildError
 from isobit.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ SAMPLING_OPTIONS: dict[str, type] = {
 }  # fmt: skip
 
 
+SERVE_OPTIONS = {"host": "str", "port": "int", "generation_config": "str", "sampling_defaults": "str"}
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line."""
 
@@ -54,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error(f"unknown option {' '.join(unknown)}; known: {', '.join(option_names(command))}")
     try:
         return int(options.run(options))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, KernelBuildError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -160,8 +165,13 @@ def read_config_file(path: str, known: set[str]) -> dict[str, Any]:
     return options
 
 
-def resolve_options(options: argparse.Namespace, own: Sequence[str] = ()) -> tuple[EngineConfig, dict[str, Any]]:
-    """(engine config, the options in `own` that were given); the command line wins over the file."""
+def resolve_options(
+    options: argparse.Namespace, own: Mapping[str, str] = MappingProxyType({})
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """(engine config, the options in `own` that were given); the command line wins over the file.
+
+    `own` maps names to types as `check_type` reads them; the types of the engine's options are checked with them.
+    """
     engine_names = {spec.name for spec in fields(EngineConfig)}
     given = {name: value for name, value in vars(options).items() if name in engine_names or name in own}
     if getattr(options, "model_argument", None) is not None:
@@ -170,13 +180,15 @@ def resolve_options(options: argparse.Namespace, own: Sequence[str] = ()) -> tup
         given["model"] = options.model_argument
     if options.config is not None:
         given = {**read_config_file(options.config, engine_names | set(own)), **given}
+    for name in own.keys() & given.keys():
+        check_type(name, given[name], own[name])
     config = EngineConfig.from_options({name: value for name, value in given.items() if name in engine_names})
     return config, {name: given[name] for name in own if name in given}
 
 
 def run_serve(options: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    config, own = resolve_options(options, ("host", "port", "generation_config", "sampling_defaults"))
+    config, own = resolve_options(options, SERVE_OPTIONS)
     from isobit.server.run import serve
 
     serve(config, **own)
@@ -231,7 +243,11 @@ def run_score(options: argparse.Namespace) -> int:
 
     llm = LLM(**asdict(config))
     token_ids = llm.tokenizer.encode(text)
-    [logprobs] = llm.score([token_ids], use_tqdm=False)
+    try:
+        [logprobs] = llm.score([token_ids], use_tqdm=False)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(json.dumps({"token_ids": token_ids, "logprobs": logprobs}))
         return 0

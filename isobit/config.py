@@ -53,7 +53,7 @@ class EngineConfig:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))  # frozen for everyone else
         for spec in fields(self):
             value, choices = getattr(self, spec.name), spec.metadata["choices"]
-            _check_type(spec.name, value, str(spec.type))
+            check_type(spec.name, value, str(spec.type))
             if choices and value not in choices:
                 raise ValueError(f"{spec.name}={value!r}: supported are {', '.join(choices)}")
         at_least = {
@@ -89,8 +89,8 @@ class EngineConfig:
         return cls(**options)
 
 
-def _check_type(name: str, value: object, wanted: str) -> None:
-    """`wanted` is a field's annotation: bool, int or str, perhaps "| None"."""
+def check_type(name: str, value: object, wanted: str) -> None:
+    """Raise ValueError unless `value` is `wanted`, a field's annotation: bool, int or str, perhaps "| None"."""
     kind, _, optional = wanted.partition(" | ")
     if value is None and optional:
         return

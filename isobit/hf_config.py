@@ -13,6 +13,7 @@ from typing import Any
 
 from isobit.architectures import Architecture
 from isobit.checkpoint import read_json_object
+from isobit.rope_config import LARGEST
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "quantized": "quantized"}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -49,7 +50,10 @@ def check_arithmetic_keys(raw: Mapping[str, Any]) -> None:
         if key in raw and raw[key] not in neutral:
             allowed = " or ".join(json.dumps(value) for value in neutral)
             raise ValueError(f"{key}={raw[key]!r} changes the arithmetic and is not supported; only {allowed} is")
-    others = sorted({str(kind) for kind in raw.get("layer_types") or ()} - {"full_attention", "sliding_attention"})
+    kinds = raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list, got {kinds!r}")
+    others = sorted({str(kind) for kind in kinds or ()} - {"full_attention", "sliding_attention"})
     if others:
         raise ValueError(f"layer_types has {', '.join(others)}; supported: full_attention, sliding_attention")
 
@@ -103,8 +107,12 @@ def generation_defaults(generation: Mapping[str, Any]) -> tuple[tuple[str, float
     """Sampling values of generation_config.json, sorted by name; who applies them is not decided here."""
     found = {key: generation.get(key) for key in _GENERATION_KEYS}
     for key, value in found.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > LARGEST:
             raise ValueError(f"generation_config.json: {key} must be a number, got {value!r}")
+        if key == "top_k" and value != value // 1:
+            raise ValueError(f"generation_config.json: top_k must be a whole number, got {value!r}")
     return tuple((key, float(value)) for key, value in sorted(found.items()) if value is not None)
 
 
@@ -134,12 +142,13 @@ def _tokenizer_eos(path: Path) -> int | None:
         return None
     table = settings.get("added_tokens_decoder")
     for key, entry in table.items() if isinstance(table, Mapping) else ():
-        if isinstance(entry, Mapping) and entry.get("content") == text:
+        if isinstance(entry, Mapping) and entry.get("content") == text and key.isdigit():
             return int(key)
     tokenizer = read_json_object(path / "tokenizer.json")
-    for entry in tokenizer.get("added_tokens") or ():
-        if entry.get("content") == text:
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, Mapping) and entry.get("content") == text and isinstance(entry.get("id"), int):
             return int(entry["id"])
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     found = vocabulary.get(text) if isinstance(vocabulary, Mapping) else None
     return found if isinstance(found, int) else None

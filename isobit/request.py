@@ -15,6 +15,7 @@ from typing import Any
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 4096  # characters; looking for longer ones in a long output would keep a server from its work
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TOKEN_ID = 2**31 - 1
 _MASK64 = (1 << 64) - 1
@@ -139,6 +140,8 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must hold only non-empty strings, got {_shown(text)}")
+            if len(text) > MAX_STOP_LENGTH:
+                raise ValueError(f"stop takes strings of up to {MAX_STOP_LENGTH} characters, got one of {len(text)}")
         self._set("stop", tuple(stop))
         self._set(
             "stop_token_ids", tuple(_integer("stop_token_ids entry", token, 0, MAX_TOKEN_ID) for token in token_ids)

@@ -7,7 +7,6 @@ an unknown type or an unknown key is an error with its remedy. `rope.py` turns a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ _KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "factors": (frozenset(), frozenset()),
 }
+LARGEST = 1e300  # JSON writes larger whole numbers than a float holds
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 
 
@@ -92,7 +92,7 @@ def _theta(raw: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
-    given = {parameters[key] for key in ("rope_type", "type") if parameters.get(key) is not None}
+    given = {str(parameters[key]) for key in ("rope_type", "type") if parameters.get(key) is not None}
     if len(given) > 1:
         raise ValueError(f"rope_type={parameters['rope_type']!r} and type={parameters['type']!r} differ; remove one")
     rope_type = next(iter(given), None)
@@ -121,7 +121,7 @@ def _check_keys(rope_type: str, parameters: Mapping[str, Any]) -> None:
 def _value(key: str, value: object) -> float | bool:
     if key == "truncate" and isinstance(value, bool):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
         raise ValueError(f"{key} must be a finite number, got {value!r}")
     if value <= 0 and key not in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         raise ValueError(f"{key} must be above 0, got {value!r}")

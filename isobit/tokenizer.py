@@ -49,7 +49,7 @@ def _folder_tokenizer(folder: Path) -> Any:
     try:
         backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises many types for a damaged or unknown tokenizer
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded (config.json is read with it): {error}") from error
     if not getattr(backend, "is_fast", False):
         raise ValueError(f"{folder}: {type(backend).__name__} has no tokenizers backend; a tokenizer.json is needed")
     return backend
@@ -81,7 +81,17 @@ class Tokenizer:
         return bool(self._transformers.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` puts a BOS (or what else) there as the tokenizer says, once."""
+        """Token ids of `text`; `add_special_tokens` puts a BOS (or what else) there as the tokenizer says, once.
+
+        Raises ValueError for a lone surrogate: half a character, or a byte of a command line that is no UTF-8.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds a lone surrogate, {text[error.start]!r} at {error.start}, which is no character; "
+                "give valid Unicode text"
+            ) from error
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -129,7 +139,8 @@ class Tokenizer:
                 tokenize=False,
                 **template_variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                RecursionError) as error:  # fmt: skip
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return text
 

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from isobit.cli import ALIASES, build_parser, main, option_names, read_config_file, resolve_options
+from isobit.cli import ALIASES, SERVE_OPTIONS, build_parser, main, option_names, read_config_file, resolve_options
 from isobit.config import EngineConfig
+from isobit.kernels.cpu import build
 from tests.fake_engine import FakeEngine, fake_tokenizer
 from tests.tiny import tiny_checkpoint
 
@@ -50,7 +51,7 @@ def test_every_engine_option_is_on_the_command_line() -> None:
 
 def resolved(*arguments: str) -> EngineConfig:
     parser, _ = build_parser()
-    return resolve_options(parser.parse_args(arguments), ("port", "host", "generation_config", "sampling_defaults"))[0]
+    return resolve_options(parser.parse_args(arguments), SERVE_OPTIONS)[0]
 
 
 def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_command_line_wins_over_the_file(tmp_path: Path) -> None:
     assert config.disable_radix_cache and config.model == "some/model" and config.max_logprobs == 64
     assert config.parsed_overrides() == {"rope_theta": 5.0}
     parser, _ = build_parser()
-    own = resolve_options(parser.parse_args(["serve", "--config", str(path)]), ("port",))[1]
+    own = resolve_options(parser.parse_args(["serve", "--config", str(path)]), SERVE_OPTIONS)[1]
     assert own == {"port": 0}
     assert resolved("plan", "--model-path", "x").model == "x"
 
@@ -125,6 +126,36 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], word
     assert re.search(words, error), error
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("port: abc", "^port='abc': a whole number"),
+        ("port: true", "^port=True: a whole number"),
+        ("host: 5", "^host=5: a text"),
+        ("generation_config: 7", "^generation_config=7: a text"),
+        ("sampling_defaults: [1]", r"^sampling_defaults=\[1\]: a text"),
+        ("num_threads: 1.5", "^num_threads=1.5: a whole number"),
+    ],
+)
+def test_types_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(line)
+    assert main(["serve", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error.removeprefix("error: ")) and error.count("\n") == 1, error
+
+
+def test_no_compiler_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_is_whole", lambda library: False)
+    assert main(["generate", "x", "--model", str(tiny_checkpoint("llama"))]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: CC='no-such-compiler' names no program") and error.count("\n") == 1, error
+
+
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isobit.llm.LLMEngine", lambda config: FakeEngine())
@@ -150,6 +181,19 @@ def test_score(fake_llm: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert scored["logprobs"][0] is None and len(scored["logprobs"]) == len(scored["token_ids"])
     assert main(["score", "the sum of parts"]) == 0
     assert "'<|bos|>'" in capsys.readouterr().out
+    assert main(["score", "the sum \udcff"]) == 2  # a byte of the command line that is no UTF-8
+    assert "lone surrogate" in capsys.readouterr().err
+
+
+def test_a_model_that_gives_nan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    engine.poison(fake_tokenizer().encode("bad"))
+    monkeypatch.setattr("isobit.llm.LLMEngine", lambda config: engine)
+    monkeypatch.setattr("isobit.llm.load_tokenizer", lambda model, chat_template: fake_tokenizer())
+    for command in ("score", "generate"):
+        assert main([command, "bad"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and "NaN" in error and error.count("\n") == 1, error
 
 
 def test_prompt_from_standard_input(

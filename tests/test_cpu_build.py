@@ -78,9 +78,7 @@ def test_a_damaged_file_is_built_again(log: Path, damage: str) -> None:
 def test_two_processes_may_build_at_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_SECONDS", "0.3")
     program = "from isobit.kernels.cpu.build import find_library; print(find_library('avx2').read_text())"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert outputs == ["library of version 1\n"] * 3
     raced = compilations(log)
@@ -116,6 +114,36 @@ def test_without_a_compiler_the_message_says_what_to_install(
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"there is no C compiler\. Install a C compiler .*apt-get install gcc"):
+        build.find_library("avx2")
+
+
+def test_without_a_compiler_what_was_compiled_before_is_used(
+    log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = build.find_library("avx2")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.KernelBuildError, match="names no program"):
+        monkeypatch.setenv("CC", "no-such-compiler")  # a mistake is told, whatever is kept
+        build.find_library("avx2")
+    monkeypatch.delenv("CC")
+    assert build.find_library("avx2") == kept and compilations(log) == 1
+    kept.write_bytes(b"damaged")
+    with pytest.raises(build.KernelBuildError, match="there is no C compiler"):
+        build.find_library("avx2")
+
+
+def test_a_cache_folder_that_cannot_be_written(log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(build.KernelBuildError, match=r"cannot be kept in .*file/isobit.*XDG_CACHE_HOME"):
+        build.find_library("avx2")
+
+
+def test_a_compiler_that_does_not_run(log: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "compiler").write_text("no program")
+    (tmp_path / "compiler").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "compiler"))
+    with pytest.raises(build.KernelBuildError, match=r"compiler does not run: .*Install a C compiler"):
         build.find_library("avx2")
 
 

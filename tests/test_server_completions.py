@@ -104,6 +104,16 @@ def test_prompt_logprobs_field(server: Server) -> None:
     server.refused(PATH, {"prompt": PROMPT, "prompt_logprobs": 1, "stream": True})
 
 
+def test_each_list_of_alternatives_is_as_long_as_asked(server: Server) -> None:
+    """One routine computes the prompt's log-probs for `echo` with `logprobs` and for `prompt_logprobs`."""
+    body = {"prompt": PROMPT, "echo": True, "max_tokens": 2, "seed": 1}
+    for few, many in ((1, 5), (5, 1)):
+        [both] = server.complete(**body, logprobs=few, prompt_logprobs=many)["choices"]
+        [alone] = server.complete(**body, logprobs=few)["choices"]
+        [prompt] = server.complete(**body, prompt_logprobs=many)["choices"]
+        assert both["logprobs"] == alone["logprobs"] and both["prompt_logprobs"] == prompt["prompt_logprobs"]
+
+
 def test_seeds_are_seeds_streamed_or_not(server: Server) -> None:  # case 37
     texts = []
     for seed in (0, 1, 2):

@@ -77,7 +77,7 @@ def test_logit_bias(server: Server, solo: bytes, text: str) -> None:  # case 112
 @pytest.mark.parametrize(
     ("field", "text"),
     [
-        ("n", "5000000"), ("n", "0"), ("n", "-1"), ("n", "1.5"), ("n", "129"),
+        ("stop", json.dumps("x" * 4097)), ("n", "5000000"), ("n", "0"), ("n", "-1"), ("n", "1.5"), ("n", "129"),
         ("prompt_logprobs", "1000000000"), ("prompt_logprobs", "-1"),
         ("stop_token_ids", "[null]"), ("stop_token_ids", "[[1]]"), ("stop_token_ids", '["1"]'),
         ("stop_token_ids", f"[{VOCAB}]"), ("stop_token_ids", "[-1]"), ("stop_token_ids", "[1.5]"),
@@ -178,6 +178,46 @@ def test_bodies_that_are_no_object(server: Server, solo: bytes, body: bytes) -> 
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         server.refused(path, body)
     assert server.needle() == solo
+
+
+DEEP = "[" * 400 + "]" * 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, f'{{"prompt": {DEEP}}}'),
+        (COMPLETIONS, f'{{"prompt": "x", "logit_bias": {DEEP}}}'),
+        (CHAT, f'{{"messages": [{{"role": {DEEP}, "content": "x"}}]}}'),
+        (CHAT, f'{{"messages": [{{"role": "user", "content": "x", "name": {DEEP}}}]}}'),
+        (CHAT, f'{{"messages": {json.dumps(MESSAGES)}, "chat_template_kwargs": {{"x": {DEEP}}}}}'),
+    ],
+)
+def test_deep_nesting(server: Server, solo: bytes, path: str, body: str) -> None:
+    for text in (body, body.replace(DEEP, '{"a":' * 400 + "1" + "}" * 400)):
+        assert "nested more than 64 levels" in server.refused(path, text.encode())["message"]
+    assert server.needle() == solo
+    many = "[" * 20000 + "1"  # brackets inside a text are no nesting
+    server.post("/tokenize", prompt=many[:1000])
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ({"prompt": "x", "model": "m" * 100_000}, "is not served here"),
+        ({"prompt": "x", "k" * 100_000: 1}, "top_p"),
+        ({"prompt": "x", **{f"k{index}": 1 for index in range(10_000)}}, "top_p"),
+        ({"prompt": [10**4000]}, "outside the vocabulary"),
+    ],
+)
+def test_what_the_caller_sent_is_not_sent_back_whole(server: Server, body: dict[str, Any], kept: str) -> None:
+    error = server.refused(COMPLETIONS, body, 404 if "model" in body else 400)
+    assert len(json.dumps(error)) < 2500 and kept in error["message"]
+
+
+def test_surrogates_that_reach_the_template(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"bos_token": "\ud800"}}
+    assert "lone surrogate" in server.refused(CHAT, body)["message"]
 
 
 def test_lone_surrogates(server: Server) -> None:

@@ -82,7 +82,7 @@ class ChatFormat:
         if self._body.prompt_logprobs is not None:
             entries = self._run.processors[0].prompt_logprobs
             assert entries is not None, "prompt log-probs were asked for and did not come"
-            answer["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, entries)
+            answer["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, entries, self._body.prompt_logprobs)
         return answer
 
     def _whole_choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:

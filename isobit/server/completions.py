@@ -81,7 +81,9 @@ class CompletionFormat:
                 choice["prompt_token_ids"] = list(self._run.prompt_of(index).token_ids)
                 choice["token_ids"] = list(output.token_ids)
             if self._body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, self._prompt_entries(index))
+                choice["prompt_logprobs"] = prompt_logprobs_json(
+                    self._tokenizer, self._prompt_entries(index), self._body.prompt_logprobs
+                )
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self._run.usage()}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+MAX_MESSAGE = 2000
 _TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "overloaded_error"}
 
 
@@ -25,9 +26,15 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """{"error": {...}} as OpenAI's clients read it."""
+        """{"error": {...}} as OpenAI's clients read it; of what the caller sent, a long message keeps the ends only."""
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else shortened(self.param, 100)
+        return {"error": {"message": shortened(self.message), "type": kind, "param": param, "code": self.code}}
+
+
+def shortened(text: str, most: int = MAX_MESSAGE) -> str:
+    """`text`, or its beginning and end where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[len(text) - most // 2 :]}"
 
 
 def to_json(value: Any) -> str:

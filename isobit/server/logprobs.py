@@ -36,7 +36,10 @@ def completion_logprobs(
         text_offset += len(text)
     top: list[dict[str, float] | None] | None = None
     if num_top > 0:
-        top = [None if entry is None else _top_dict(tokenizer, text, entry) for text, entry in _zip(texts, entries)]
+        top = [
+            None if entry is None else _top_dict(tokenizer, text, entry, num_top)
+            for text, entry in _zip(texts, entries)
+        ]
     return {
         "tokens": list(texts),
         "token_logprobs": [None if entry is None else json_number(entry.logprob) for entry in entries],
@@ -49,13 +52,14 @@ def _zip(texts: Sequence[str], entries: Sequence[TokenLogprob | None]) -> zip[tu
     return zip(texts, entries, strict=True)
 
 
-def _top_dict(tokenizer: TokenBytes, text: str, entry: TokenLogprob) -> dict[str, float]:
+def _top_dict(tokenizer: TokenBytes, text: str, entry: TokenLogprob, num_top: int) -> dict[str, float]:
     """Best first; the chosen token under the text it has in its place. Of two tokens with one name the better stays."""
     named: dict[str, float] = {}
-    for token, logprob in entry.top:
+    top = entry.top[:num_top]  # more were computed where prompt_logprobs asks for more
+    for token, logprob in top:
         label = text if token == entry.token_id and text else token_label(tokenizer, token)
         named.setdefault(label, json_number(logprob))
-    if all(token != entry.token_id for token, _ in entry.top):
+    if all(token != entry.token_id for token, _ in top):
         named.setdefault(text or token_label(tokenizer, entry.token_id), json_number(entry.logprob))
     return named
 
@@ -76,7 +80,7 @@ def _chat_token(tokenizer: TokenBytes, text: str, token_id: int, logprob: float)
 
 
 def prompt_logprobs_json(
-    tokenizer: TokenBytes, entries: Sequence[TokenLogprob | None]
+    tokenizer: TokenBytes, entries: Sequence[TokenLogprob | None], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """`prompt_logprobs` as vLLM shapes it: for each prompt token null or {token id: {logprob, decoded_token}}."""
     shaped: list[dict[str, dict[str, Any]] | None] = []
@@ -84,7 +88,7 @@ def prompt_logprobs_json(
         if entry is None:
             shaped.append(None)
             continue
-        pairs = dict([(entry.token_id, entry.logprob), *entry.top])
+        pairs = dict([(entry.token_id, entry.logprob), *entry.top[:num_top]])
         shaped.append(
             {
                 str(token): {"logprob": json_number(logprob), "decoded_token": token_label(tokenizer, token)}

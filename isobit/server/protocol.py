@@ -19,6 +19,7 @@ IGNORED_FIELDS = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
      "parallel_tool_calls", "priority", "request_id")
 )  # fmt: skip
+MAX_NESTING = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNSUPPORTED = {
     "best_of": "best_of is not supported unless it equals n: choices are never ranked",
@@ -142,11 +143,13 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_body(kind: type[Body], data: bytes) -> Body:
     """Read a JSON body strictly. Raises ApiError 400 naming the field and what it may hold."""
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}")
+    _refuse_nesting(value, text)
     value = {name: item for name, item in value.items() if name not in IGNORED_FIELDS}
     for name in [name for name in _UNSUPPORTED if name in value and name not in kind.model_fields]:
         _refuse_unsupported(name, value.pop(name), value)
@@ -155,6 +158,23 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(value)
     except ValidationError as error:
         raise _describe(error, kind) from error
+
+
+def _refuse_nesting(value: Any, text: str) -> None:
+    """Refuse what is nested so deeply that reading, comparing or printing it could exhaust Python's stack."""
+    if text.count("[") + text.count("{") <= MAX_NESTING:
+        return
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested more than {MAX_NESTING} levels deep")
 
 
 def _refuse_constant(text: str) -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["build_libraries", "file_digest", "find_library", "machine_libraries", "source_hash"]
+__all__ = ["KernelBuildError", "build_libraries", "file_digest", "find_library", "machine_libraries", "source_hash"]
 
 _HERE = Path(__file__).resolve().parent
 _AVX512 = ("-DISOBIT_AVX512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -49,6 +49,10 @@ MACHINE_LIBRARIES = {
 }
 
 
+class KernelBuildError(RuntimeError):
+    """A kernel library is not there and cannot be made; the message says why and what to do."""
+
+
 def machine_libraries(machine: str) -> tuple[str, ...]:
     """Libraries that exist for a machine type, best first. Raises ValueError where none is written for it."""
     if machine.lower() not in MACHINE_LIBRARIES:
@@ -68,13 +72,20 @@ def source_hash() -> str:
 def find_library(name: str) -> Path:
     """Path of the library `name`: the wheel's, else the cache folder's, else compiled now into the cache folder.
 
-    The cache folder is $XDG_CACHE_HOME/isobit or ~/.cache/isobit. Raises RuntimeError when nothing was built and there
-    is no compiler, or the compiler fails; the message says what to install.
+    The cache folder is $XDG_CACHE_HOME/isobit or ~/.cache/isobit. On a machine without a compiler, what any compiler
+    made of these sources before is taken. Raises KernelBuildError when nothing was built and there is no compiler, the
+    compiler fails, or the cache folder cannot be written; the message says what to do.
     """
     packaged = _HERE / "lib" / _file_name(name)
     if _is_whole(packaged):
         return packaged
-    compiler = find_compiler()
+    try:
+        compiler = find_compiler()
+    except KernelBuildError:
+        kept = [] if os.environ.get("CC") else sorted(_cache_folder().glob(f"*/{_file_name(name)}"))
+        for library in filter(_is_whole, kept):
+            return library
+        raise
     key = hashlib.sha256(repr((_version(compiler), _command(compiler, name))).encode()).hexdigest()[:16]
     cached = _cache_folder() / key / _file_name(name)
     if not _is_whole(cached):
@@ -87,13 +98,13 @@ def build_libraries(folder: Path) -> list[str]:
     """Compile every library of this machine type into `folder` (for a wheel); returns the names that were built.
 
     Instruction sets the compiler does not know are left out, with a line on stderr; "scalar" must compile. Raises
-    RuntimeError as `find_library`.
+    KernelBuildError as `find_library`.
     """
     compiler, built = find_compiler(), []
     for name in machine_libraries(platform.machine()):
         try:
             compile_library(compiler, name, folder / _file_name(name))
-        except RuntimeError as error:
+        except KernelBuildError as error:
             if name == "scalar":
                 raise
             print(f"isobit: the wheel will not carry the {name} kernels: {error}", file=sys.stderr)
@@ -103,27 +114,37 @@ def build_libraries(folder: Path) -> list[str]:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The C compiler as the start of a command: $CC, else the first of cc, gcc, clang. Raises RuntimeError if none."""
+    """The C compiler as the start of a command: $CC, else the first of cc, gcc, clang. KernelBuildError if none."""
     if chosen := os.environ.get("CC"):
         command = tuple(shlex.split(chosen))
         if command and shutil.which(command[0]):
             return command
-        raise RuntimeError(f"CC={chosen!r} names no program. {INSTALL_HINT}")
+        raise KernelBuildError(f"CC={chosen!r} names no program. {INSTALL_HINT}")
     for program in ("cc", "gcc", "clang"):
         if path := shutil.which(program):
             return (path,)
-    raise RuntimeError(f"isobit's CPU kernels are not compiled yet and there is no C compiler. {INSTALL_HINT}")
+    raise KernelBuildError(f"isobit's CPU kernels are not compiled yet and there is no C compiler. {INSTALL_HINT}")
 
 
 def compile_library(compiler: tuple[str, ...], name: str, target: Path) -> None:
-    """Compile library `name` to `target` and write its checksum; both appear whole. Raises RuntimeError."""
+    """Compile library `name` to `target` and write its checksum; both appear whole. Raises KernelBuildError."""
+    try:
+        _compile(compiler, name, target)
+    except OSError as error:
+        raise KernelBuildError(
+            f"the compiled {name} kernels cannot be kept in {target.parent}: {error}. Name a folder that can be "
+            "written in the environment variable XDG_CACHE_HOME, or install a wheel of isobit: it carries the kernels."
+        ) from error
+
+
+def _compile(compiler: tuple[str, ...], name: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         output = Path(folder) / target.name
         command = [*_command(compiler, name), str(_HERE / "src" / "isobit_cpu.c"), "-o", str(output), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0 or not output.exists():
-            raise RuntimeError(
+            raise KernelBuildError(
                 f"compiling the {name} kernels failed: {shlex.join(command)}\n{result.stderr[-2000:]}\n{INSTALL_HINT}"
             )
         checksum = Path(folder) / "checksum"
@@ -137,7 +158,12 @@ def _command(compiler: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _version(compiler: tuple[str, ...]) -> str:
-    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise KernelBuildError(
+            f"the C compiler {shlex.join(compiler)} does not run: {error}. {INSTALL_HINT}"
+        ) from error
 
 
 def _file_name(name: str) -> str:

@@ -70,7 +70,7 @@ class CpuLibrary:
     """The kernels of one instruction set. All tensors are contiguous CPU tensors; activations are float32 [M, ...].
 
     `name` is "avx512bf16", "avx512", "avx2", "neon" or "scalar". Raises ValueError when this CPU cannot run `name` or
-    `num_threads` is out of range, RuntimeError when the library is neither there nor can be compiled.
+    `num_threads` is out of range, KernelBuildError when the library is neither there nor can be compiled.
     """
 
     def __init__(self, name: str = "auto", num_threads: int | None = None) -> None:
