@@ -215,6 +215,33 @@ def test_generation_defaults_are_kept(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("value", [None, True, -1, 1.5, "x", [], [[1]], [None], {}, {"a": [1]}, 10**400, float("nan")])
+def test_values_of_any_type_load_or_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+    """Whatever stands under a key: a config, or a ValueError that names the file; no other exception."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 512}
+    changes = [{key: value} for key in (*BASE, "layer_types", "head_dim", "rope_scaling", "rope_parameters", "dtype")]
+    changes += [{"rope_parameters": {**rope, key: value}} for key in (*rope, "type", "attention_factor", "truncate")]
+    refused = 0
+    for change in changes:
+        try:
+            load(tmp_path, **change)
+        except ValueError as error:
+            assert str(tmp_path) in str(error)
+            refused += 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "x", "added_tokens_decoder": value}))
+    for tokenizer in ({"added_tokens": value}, {"model": value}, {"model": {"vocab": value}}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        load(tmp_path)
+    assert refused >= 5, "nothing was wrong with these values"
+
+
+@pytest.mark.parametrize("change", [{"temperature": 10**400}, {"temperature": "1"}, {"top_k": 1.5}, {"top_k": True}])
+def test_generation_values_that_are_no_numbers(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(change))
+    with pytest.raises(ValueError, match=f"{next(iter(change))} must be a"):
+        load(tmp_path)
+
+
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist; give a checkpoint folder"):
         load_model_config("org/some-model")
