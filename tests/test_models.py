@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from isobit.config import EngineConfig
+from isobit.demo import transformers_model
 from isobit.loading import LoadedModel, load_model
+from isobit.tokenizer import load_tokenizer
 from tests.harness import all_logits, make_prompt
 from tests.tiny import KINDS, make_tiny
 
@@ -97,3 +99,14 @@ def test_fingerprint_covers_what_the_weights_do_not_say(tmp_path: Path) -> None:
     assert len({model.weights_digest for model in loaded}) == 1
     assert len({model.fingerprint for model in loaded}) == 3
     assert load(folder).fingerprint == loaded[0].fingerprint
+
+
+def test_smollm2_has_the_logits_of_transformers() -> None:
+    """The embedded model on English text. How its GGUF file is read is compared in test_weights.py."""
+    reference = transformers_model("smollm2", torch.float32)
+    token_ids = load_tokenizer("smollm2").encode("The old lighthouse keeper climbed the stairs every evening. " * 12)
+    with torch.inference_mode():
+        theirs: torch.Tensor = reference(torch.tensor([token_ids])).logits[0]
+    [ours] = all_logits(load("smollm2", context_length=256), [token_ids])
+    assert float(theirs.std()) > 0.1, "flat logits would prove nothing"
+    assert relative_error(ours, theirs) < TOLERANCE
