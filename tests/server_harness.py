@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from isobit.engine import LLMEngine
 from isobit.sampling_defaults import SamplingDefaults
+from isobit.server import run
 from isobit.server.app import create_app
-from isobit.server.run import bind
 from isobit.tokenizer import Tokenizer
 
 
@@ -101,10 +100,8 @@ def running_server(
     engine: LLMEngine, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None
 ) -> Iterator[Server]:
     """Serve until the block ends."""
-    listener = bind("127.0.0.1", 0)
-    uvicorn_server = uvicorn.Server(
-        uvicorn.Config(create_app(engine, tokenizer, defaults), log_level="error", timeout_graceful_shutdown=2)
-    )
+    listener = run.bind("127.0.0.1", 0)
+    uvicorn_server = run.Server(create_app(engine, tokenizer, defaults), grace_seconds=0.5)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_until(lambda: uvicorn_server.started, "the server did not start")

@@ -232,6 +232,23 @@ def test_server_info(server: Server) -> None:  # case 178
     assert card["max_model_len"] == 256 and card["determinism"] == info["determinism"]
 
 
+def test_open_requests_are_told_that_the_server_ends(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(context_length=4096)
+    engine.step_seconds = 0.01
+    with ThreadPoolExecutor() as clients, running_server(engine, fake_tokenizer()) as running:
+        url = running.url + "/v1/completions"
+        body = {"prompt": "the sum", "max_tokens": 4000, "ignore_eos": True, "seed": 1}
+        whole = clients.submit(httpx.post, url, json=body, timeout=60)
+        stream = clients.submit(httpx.post, url, json={**body, "stream": True}, timeout=60)
+        wait_until(lambda: engine.stats().num_running == 2, "the requests do not run")
+    for answer in (whole.result(), stream.result()):
+        assert "the server is shutting down" in answer.text
+    assert whole.result().status_code == 500 and stream.result().status_code == 200
+    events = [line for line in stream.result().text.splitlines() if line]
+    assert len(events) > 10 and events[-1] == "data: [DONE]" and "error" in strict_json(events[-2][6:])
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
+
+
 def test_two_servers_give_the_same_bytes(server: Server) -> None:
     with running_server(FakeEngine(chunked_prefill_size=3, max_running_requests=1), fake_tokenizer()) as other:
         assert other.needle() == server.needle()

@@ -6,9 +6,11 @@ refused before.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import uvicorn
+from fastapi import FastAPI
 
 from isobit.config import EngineConfig
 from isobit.engine import LLMEngine
@@ -18,6 +20,29 @@ from isobit.server.app import create_app
 from isobit.tokenizer import load_tokenizer
 
 BACKLOG = 2048
+GRACE_SECONDS = 5.0  # for open requests, once the server was told to end
+
+
+class Server(uvicorn.Server):
+    """Ends as told: no new connections, some time for the open requests, then those left are told why they end."""
+
+    def __init__(self, app: FastAPI, grace_seconds: float = GRACE_SECONDS) -> None:
+        limit = int(grace_seconds) + 5  # of uvicorn, for a client that does not read the end of its stream
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=limit))
+        self._engine = app.state.serving.engine
+        self._grace_seconds = grace_seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop the engine after the grace: every open answer and stream then ends with an error that says so."""
+        ending = asyncio.create_task(self._stop_engine())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _stop_engine(self) -> None:
+        await asyncio.sleep(self._grace_seconds)
+        await self._engine.stop()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,7 +80,6 @@ def serve(
         print(f"fingerprint {engine.fingerprint}", flush=True)
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {app.state.serving.model_name} at http://{shown}:{listener.getsockname()[1]}", flush=True)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-        server.run(sockets=[listener])
+        Server(app).run(sockets=[listener])
     finally:
         listener.close()
