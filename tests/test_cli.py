@@ -151,7 +151,9 @@ def test_no_compiler_is_one_line(
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_is_whole", lambda library: False)
-    assert main(["generate", "x", "--model", str(tiny_checkpoint("llama"))]) == 2
+    model = str(tiny_checkpoint("llama"))
+    capsys.readouterr()  # making the checkpoint shows a bar
+    assert main(["generate", "x", "--model", model]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: CC='no-such-compiler' names no program") and error.count("\n") == 1, error
 
