@@ -25,6 +25,7 @@ from isobit.request import SamplingParams
 from isobit.tokenizer import load_tokenizer
 from tests.harness import Arrival, Result, Run, make_prompt, run_script, run_with
 from tests.tiny import KINDS, tiny_checkpoint
+from tests.weak_cache import ForgetfulCache
 
 PAGE = 64
 GREEDY = SamplingParams(max_tokens=128, temperature=0.0, logprobs=2, ignore_eos=True)
@@ -198,17 +199,7 @@ def test_case_12_shared_prefixes_of_odd_length(model: Model, shared: int) -> Non
 def test_case_12_control_a_cache_that_compares_too_little_is_noticed(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(self: PrefixCache, token_ids: Sequence[int], most: int) -> list[int]:
-        node, pages = self._root, []
-        for start in range(0, most * PAGE, PAGE):
-            child = next((n for key, n in node.children.items() if key[0] == token_ids[start]), None)
-            if child is None:
-                break
-            pages.append(child.page)
-            node = child
-        return pages
-
-    monkeypatch.setattr(PrefixCache, "find", find)
+    monkeypatch.setattr(PrefixCache, "find", ForgetfulCache.find)
     mine, other = ((5, *model.prompt(200, salt=salt)) for salt in (1, 2))
     needle = Arrival("needle", mine, SHORT, at_step=20)
     run = model.run([Arrival("other", other, SHORT), needle], disable_radix_cache=False)

@@ -22,6 +22,7 @@ from isobit.pages import PagePool
 from isobit.prefix_cache import PrefixCache
 from isobit.request import Request, RequestState, SamplingParams, TokenLogprob, mix64
 from isobit.scheduler import ScheduledChunk, ScheduledStep, Scheduler
+from tests.weak_cache import ForgetfulCache
 
 CONTEXT = 4096
 VOCABULARY = 1000
@@ -609,20 +610,6 @@ def test_what_the_random_schedules_reach() -> None:
 
 
 # ---- controls: planted faults that the fake model must notice
-
-
-class ForgetfulCache(PrefixCache):
-    """Compares only the first token of each page, as a weak hash without a check would."""
-
-    def find(self, token_ids: list[int], most: int) -> list[int]:  # type: ignore[override]
-        node, pages = self._root, []
-        for start in range(0, most * PAGE_SIZE, PAGE_SIZE):
-            child = next((n for key, n in node.children.items() if key[0] == token_ids[start]), None)
-            if child is None:
-                break
-            pages.append(child.page)
-            node = child
-        return pages
 
 
 class GreedyCache(PrefixCache):
