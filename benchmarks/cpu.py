@@ -61,7 +61,7 @@ class Isobit:
     def __init__(self, checkpoint: str, num_threads: int) -> None:
         config = EngineConfig(model=checkpoint, dtype="bfloat16", disable_radix_cache=True, num_threads=num_threads)
         self.engine = LLMEngine(config)
-        self.library = self.engine.plan.cpu_library
+        self.library = self.engine.plan.kernel_library
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
         """Runs to the end; returns the number of tokens generated."""

@@ -1,4 +1,4 @@
-"""Turns what the scheduler picked into the tensors of one step: flat rows, positions, slots, page tables.
+"""Turns what the scheduler picked into the arrays of one step: flat rows, positions, slots, page tables.
 
 The only place where requests become rows. Rows of one request are consecutive and in order; requests may come in any
 order, which the relations tests permute.
@@ -10,24 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from isobit.ops import AttentionInputs
+from isobit.ops import StepArrays
 from isobit.scheduler import ScheduledChunk
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: `token_ids` int32 [M], where each row lives, and the first row of each chunk."""
+    """One step: token ids and where each row lives, on the host, and the first row of each chunk."""
 
     chunks: tuple[ScheduledChunk, ...]
-    token_ids: torch.Tensor
-    inputs: AttentionInputs
+    arrays: StepArrays
     first_rows: tuple[int, ...]
 
     @property
     def num_rows(self) -> int:
-        return self.token_ids.shape[0]
+        return len(self.arrays.token_ids)
 
 
 def build_batch(chunks: Sequence[ScheduledChunk], page_size: int) -> Batch:
@@ -48,11 +46,12 @@ def build_batch(chunks: Sequence[ScheduledChunk], page_size: int) -> Batch:
         table_rows.extend([index] * chunk.num_tokens)
     at = np.array(positions, dtype=np.int32)
     slots = page_tables[table_rows, at // page_size] * page_size + at % page_size
-    inputs = AttentionInputs(
-        positions=torch.from_numpy(at),
-        slots=torch.from_numpy(slots),
-        query_starts=torch.tensor([*first_rows, len(token_ids)], dtype=torch.int32),
-        start_positions=torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32),
-        page_tables=torch.from_numpy(page_tables),
+    arrays = StepArrays(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        positions=at,
+        slots=slots,
+        query_starts=np.array([*first_rows, len(token_ids)], dtype=np.int32),
+        start_positions=np.array([chunk.start for chunk in chunks], dtype=np.int32),
+        page_tables=page_tables,
     )
-    return Batch(tuple(chunks), torch.tensor(token_ids, dtype=torch.int32), inputs, tuple(first_rows))
+    return Batch(tuple(chunks), arrays, tuple(first_rows))

@@ -264,7 +264,8 @@ def run_plan(options: argparse.Namespace) -> int:
     from isobit.model_config import load_model_config
     from isobit.plan import resolve_plan
 
-    print(resolve_plan(config, load_model_config(config.model, config.parsed_overrides()), device_facts()).format())
+    model = load_model_config(config.model, config.parsed_overrides())
+    print(resolve_plan(config, model, device_facts(config.device)).format())
     return 0
 
 
@@ -273,11 +274,11 @@ def run_orders(options: argparse.Namespace) -> int:
     config, _ = resolve_options(options)
     from isobit.loading import device_facts
     from isobit.model_config import load_model_config
-    from isobit.order import format_orders
+    from isobit.order_table import format_orders
     from isobit.plan import resolve_plan
 
     model_config = load_model_config(config.model, config.parsed_overrides())
-    print(format_orders(resolve_plan(config, model_config, device_facts()).orders))
+    print(format_orders(resolve_plan(config, model_config, device_facts(config.device)).orders))
     return 0
 
 

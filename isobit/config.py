@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -27,16 +27,24 @@ class EngineConfig:
     """
 
     model: str = _option("smollm2", "checkpoint folder (config.json + safetensors), .gguf file, or 'smollm2'")
-    device: str = _option("cpu", "device to run on", ("cpu",))
-    dtype: str = _option("auto", "dtype of the weights; auto: float32 for float16/float32 files, else bfloat16", DTYPES)
+    load_format: str = _option(
+        "auto", "auto: the checkpoint's weights; dummy: random ones of its shapes, to measure with", ("auto", "dummy")
+    )
+    device: str = _option("cpu", "device to run on; cuda: an NVIDIA GPU of compute capability 9.0", ("cpu", "cuda"))
+    dtype: str = _option(
+        "auto", "dtype of the weights; auto on cpu: float32 for float16/float32 files, else bfloat16; auto on cuda: "
+        "float16 for float16 files, else bfloat16", DTYPES,
+    )  # fmt: skip
     activation_dtype: str = _option("auto", "dtype linear inputs are rounded to; auto: the weights' dtype", DTYPES)
     kv_cache_dtype: str = _option("auto", "dtype of the KV cache; auto: the weights' dtype", DTYPES)
     context_length: int | None = _option(None, "longest sequence, prompt and output; default: what the model allows")
-    max_running_requests: int = _option(64, "most requests in one step")
-    chunked_prefill_size: int = _option(512, "most tokens computed in one step; prompts are cut to fit")
+    max_running_requests: int | None = _option(None, "most requests in one step; default: 64 on cpu, 256 on cuda")
+    chunked_prefill_size: int | None = _option(
+        None, "most tokens computed in one step; prompts are cut to fit; default: 512 on cpu, 8192 on cuda"
+    )
     max_total_tokens: int | None = _option(None, "tokens the KV cache holds; default: 16384, at least one full context")
     disable_radix_cache: bool = _option(False, "never reuse a cached prefix")
-    num_threads: int | None = _option(None, "CPU threads; default: the cores this process may use")
+    num_threads: int | None = _option(None, "threads of the CPU kernels; default: the cores this process may use")
     cpu_library: str = _option(
         "auto", "instruction set of the CPU kernels", ("auto", "avx512bf16", "avx512", "avx2", "neon", "scalar")
     )
@@ -56,6 +64,9 @@ class EngineConfig:
             check_type(spec.name, value, str(spec.type))
             if choices and value not in choices:
                 raise ValueError(f"{spec.name}={value!r}: supported are {', '.join(choices)}")
+            if choices is DTYPES and (self.device, value) in (("cpu", "float16"), ("cuda", "float32")):
+                possible = [choice for choice in DTYPES if choice != value]
+                raise ValueError(f"{spec.name}={value!r}: on {self.device} supported are {', '.join(possible)}")
         at_least = {
             "context_length": 2, "max_running_requests": 1, "chunked_prefill_size": 1, "max_total_tokens": 64,
             "num_threads": 1, "max_logprobs": 0, "max_queued_requests": 1,

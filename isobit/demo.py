@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     engine: LLMEngine = llm.engine
     demo = Demo(engine.config, engine.loaded, result.prompt_token_ids)
-    print(f"fingerprint {engine.fingerprint}, {engine.plan.dtype} weights, kernels {engine.plan.cpu_library!r}")
+    print(f"fingerprint {engine.fingerprint}, {engine.plan.dtype} weights, kernels {engine.plan.kernel_library!r}")
     print(f"the same two requests (greedy; seed 7 at temperature 0.8), {NUM_TOKENS} tokens each:\n")
     print(f"{'condition':<24}  {'what happened':<48}  {'tokens':<12}  log-prob bits")
     cases: list[Callable[[], Row]] = [demo.alone, demo.crowd, demo.chunked, demo.warm, demo.preempted]

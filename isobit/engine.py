@@ -56,7 +56,7 @@ class LLMEngine:
         self.model_config = self.loaded.model_config
         self.plan = self.loaded.plan
         self.fingerprint = self.loaded.fingerprint
-        self.runner = Runner(self.loaded.model, self.loaded.new_kv_cache())
+        self.runner = Runner(self.loaded.ops, self.loaded.model, self.loaded.new_kv_cache())
         self.sampler = Sampler(self.loaded.ops, self.model_config.eos_token_ids)
         pool = PagePool(self.plan.num_pages, self.plan.page_size)
         self.scheduler = Scheduler(

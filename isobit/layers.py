@@ -16,7 +16,7 @@ class RMSNorm:
 
     def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
         self.ops = ops
-        self.weight = weight.to(torch.float32).contiguous()
+        self.weight = ops.parameter(weight)
         self.eps = eps
 
     def __call__(self, x_MD: torch.Tensor) -> torch.Tensor:

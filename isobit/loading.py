@@ -10,11 +10,11 @@ import os
 from dataclasses import dataclass, replace
 
 from isobit.config import EngineConfig
-from isobit.kernels.admission import admit
+from isobit.kernels.admission import AdmissionTable, admit
 from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.features import available_cores, supported_libraries
 from isobit.kernels.cpu.library import MAX_THREADS, CpuLibrary
-from isobit.kernels.interface import RopeTables
+from isobit.kernels.interface import KernelLibrary
 from isobit.kv_cache import KVCache
 from isobit.model_config import ModelConfig, load_model_config
 from isobit.models import CausalLM, build_model
@@ -41,34 +41,51 @@ class LoadedModel:
 
     def new_kv_cache(self) -> KVCache:
         """A KV cache of the plan's size."""
-        return KVCache(self.model_config, self.plan.num_pages, self.plan.page_size, self.plan.kv_cache_dtype)
+        return KVCache(self.ops, self.model_config, self.plan.num_pages, self.plan.page_size, self.plan.kv_cache_dtype)
 
     def reconfigured(self, config: EngineConfig) -> LoadedModel:
         """The same weights under other sizes. Raises ValueError when the Orders or the library would change.
 
         The kernels are shared, and with them the number of threads: the one asked for last holds for all engines.
         """
-        plan = resolve_plan(config, self.model_config, device_facts())
-        if plan.orders != self.plan.orders or plan.cpu_library != self.plan.cpu_library:
+        plan = resolve_plan(config, self.model_config, device_facts(config.device))
+        if plan.orders != self.plan.orders or plan.kernel_library != self.plan.kernel_library:
             raise ValueError("these options change the Orders or the kernel library: load the model anew")
         self.ops.library.num_threads = plan.num_threads
         return replace(self, plan=plan)
 
 
-def device_facts() -> DeviceFacts:
-    """What this machine offers to the plan."""
+def device_facts(device: str) -> DeviceFacts:
+    """What this machine offers to the plan on "cpu" or "cuda". Raises ValueError where there is no such GPU."""
+    cores = min(available_cores(), MAX_THREADS)
+    if device == "cuda":
+        from isobit.kernels.gpu.device import gpu_facts  # asks the driver; needs Triton
+
+        device_class, memory = gpu_facts()
+        return DeviceFacts(device_class, (device_class,), cores, memory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return DeviceFacts("cpu", supported_libraries(), min(available_cores(), MAX_THREADS), memory)
+    return DeviceFacts("cpu", supported_libraries(), cores, memory)
+
+
+def open_kernels(plan: Plan) -> tuple[KernelLibrary, AdmissionTable]:
+    """The plan's kernel library, and what of it was admitted on this machine."""
+    if plan.device_class != "cpu":
+        from isobit.kernels.gpu.claims import admit_library
+        from isobit.kernels.gpu.library import GpuLibrary
+
+        gpu = GpuLibrary(plan.kernel_library, plan.max_running_requests, plan.chunked_prefill_size, plan.context_length)
+        return gpu, admit_library(gpu, plan.orders, progress=True)
+    cpu = CpuLibrary(plan.kernel_library, plan.num_threads)
+    return cpu, admit(library_kernels(cpu), plan.orders, progress=True)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Resolve, admit and load. Raises ValueError with the reason for anything that cannot be served as asked."""
     model_config = load_model_config(config.model, config.parsed_overrides())
-    plan = resolve_plan(config, model_config, device_facts())
-    library = CpuLibrary(plan.cpu_library, plan.num_threads)
-    admitted = admit(library_kernels(library), plan.orders, progress=True)
+    plan = resolve_plan(config, model_config, device_facts(config.device))
+    library, admitted = open_kernels(plan)
     ops = Ops(library, plan.orders, admitted)
-    weights = open_weights(config.model, model_config)
-    rope = RopeTables(*rope_tables(model_config.rope, plan.context_length))
+    weights = open_weights(config.model, model_config, config.load_format, library.device)
+    rope = ops.rope_tables(*rope_tables(model_config.rope, plan.context_length))
     model = build_model(model_config, ops, weights, rope)
     return LoadedModel(model_config, plan, ops, model, weights.digest())

@@ -6,17 +6,31 @@ at the number of rows, because admission proved that the schedules of one Order 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from isobit.kernels.admission import AdmissionTable
-from isobit.kernels.interface import TORCH_DTYPES, AttentionShape, HeadNorms, KernelLibrary, Ladder, RopeTables
-from isobit.kernels.logits import LogitChanges, changed_logits, token_logprobs
+from isobit.kernels.interface import (
+    TORCH_DTYPES,
+    AttentionInputs,
+    AttentionShape,
+    Draws,
+    HeadNorms,
+    KernelLibrary,
+    Ladder,
+    RopeTables,
+    StepArrays,
+)
+from isobit.kernels.logits import LogitChanges, changed_logits, compact_changes, token_logprobs
 from isobit.kernels.registry import OPS_OF_ORDER
-from isobit.order import LinearOrder, Order
+from isobit.order import LinearOrder, MmaLinearOrder, Order
+
+__all__ = ["AttentionInputs", "Linear", "Ops", "StepArrays"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,7 @@ class Linear:
     """A linear layer as its library packed it, its Order, and which admitted schedule runs for how many rows."""
 
     packed: Any
-    order: LinearOrder
+    order: LinearOrder | MmaLinearOrder
     ladder: Ladder
 
     def schedule(self, num_rows: int) -> str:
@@ -35,26 +49,6 @@ class Linear:
         raise AssertionError(f"{self.ladder} has no step for {num_rows} rows")
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
-    """Where the rows of a step live: all int32, contiguous.
-
-    positions [M], slots [M] (physical page * page size + offset), query_starts [B+1], start_positions [B],
-    page_tables [B, max_pages].
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    query_starts: torch.Tensor
-    start_positions: torch.Tensor
-    page_tables: torch.Tensor
-
-
-def take_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Copy of chosen rows of a CPU tensor [M, ...]. Torch would wake its OpenMP threads, which hang a forked child."""
-    return torch.from_numpy(x.numpy()[list(rows)])
-
-
 class Ops:
     """The ops of one model on one device. Construction raises ValueError when an op has no admitted kernel."""
 
@@ -62,19 +56,21 @@ class Ops:
         self.library = library
         self.orders = orders
         self.admitted = admitted
-        self._ladders: dict[LinearOrder, Ladder] = {}
+        self._ladders: dict[Order, Ladder] = {}
         for order in dict.fromkeys(orders.values()):
-            if isinstance(order, LinearOrder):
+            if isinstance(order, (LinearOrder, MmaLinearOrder)):
                 self._ladders[order] = self._ladder(order)
             for op in OPS_OF_ORDER[type(order)]:
                 if op != "linear":  # of which the ladder holds admitted schedules only
                     admitted.require_all(op, order, library.name)
 
-    def _ladder(self, order: LinearOrder) -> Ladder:
+    def _ladder(self, order: Order) -> Ladder:
         schedules = self.admitted.require_any("linear", order, self.library.name)
-        ladder = self.library.linear_ladder(order.weight_dtype, order.activation_dtype, schedules)
+        ladder = self.library.linear_ladder(order, schedules)
         assert {schedule for _, schedule in ladder} <= set(schedules), f"{ladder} leaves the admitted {schedules}"
         return ladder
+
+    # ---- what a model keeps
 
     def make_linear(
         self, name: str, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None
@@ -84,23 +80,44 @@ class Ops:
         `name` as in "linear.qkv".
         """
         order = self.orders[name]
-        assert isinstance(order, LinearOrder), f"{name} has the Order {order}"
+        assert isinstance(order, (LinearOrder, MmaLinearOrder)), f"{name} has the Order {order}"
         dtype = TORCH_DTYPES[order.weight_dtype]
         weight = torch.cat([weight.to(dtype) for weight in weights]) if len(weights) > 1 else weights[0].to(dtype)
         bias = None if biases is None else torch.cat([bias.to(torch.float32) for bias in biases])
-        return Linear(self.library.pack_linear(weight.contiguous(), bias), order, self._ladders[order])
+        return Linear(self.library.make_weight(order, weight.contiguous(), bias), order, self._ladders[order])
+
+    def parameter(self, values: torch.Tensor) -> torch.Tensor:
+        """The weights of a norm, or a table: float32 on the device."""
+        return self.library.upload(values.to(torch.float32).contiguous())
+
+    def rope_tables(self, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> RopeTables:
+        """cos and sin, float32 [positions, rotary_dim / 2], on the device."""
+        return RopeTables(self.parameter(cos), self.parameter(sin), interleaved)
+
+    def new_kv_layers(
+        self, num_layers: int, num_pages: int, page_size: int, shape: AttentionShape, kv_dtype: str
+    ) -> tuple[torch.Tensor, ...]:
+        """The KV cache of each layer, laid out as the library's attention reads it."""
+        return self.library.new_kv_layers(num_layers, num_pages, page_size, shape, kv_dtype)
+
+    # ---- what a model runs
+
+    def begin_step(self, arrays: StepArrays) -> tuple[torch.Tensor, AttentionInputs]:
+        """(token_ids int32 [M], attention inputs) on the device; valid until the next step begins."""
+        return self.library.begin_step(arrays)
 
     def linear(self, x: torch.Tensor, layer: Linear, addend: torch.Tensor | None = None) -> torch.Tensor:
-        """x float32 [M, K] -> float32 [M, N]; `addend` [M, N] is added last (LinearOrder)."""
+        """x [M, K] -> [M, N]; `addend` float32 [M, N] is added last (LinearOrder, MmaLinearOrder)."""
         schedule = layer.schedule(x.shape[0])
-        return self.library.linear(x, layer.packed, layer.order.activation_dtype, schedule, addend)
+        dtype = layer.order.activation_dtype if isinstance(layer.order, LinearOrder) else layer.order.weight_dtype
+        return self.library.linear(x, layer.packed, dtype, schedule, addend)
 
     def embedding(self, layer: Linear, token_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the packed weight, int32 [M] -> float32 [M, K]."""
         return self.library.embedding(layer.packed, token_ids)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """float32 [M, D] -> float32 [M, D] (NormOrder)."""
+        """float32 [M, D] -> [M, D] (NormOrder)."""
         return self.library.rms_norm(x, weight, eps)
 
     def rope_and_cache(
@@ -118,14 +135,18 @@ class Ops:
     def attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, inputs: AttentionInputs, shape: AttentionShape, scale: float
     ) -> torch.Tensor:
-        """Causal attention of every query row over its own pages, float32 [M, H*head_dim] (AttentionOrder)."""
-        return self.library.attention(
-            q, kv_layer, inputs.query_starts, inputs.start_positions, inputs.page_tables, shape, scale
-        )
+        """Causal attention of every query row over its own pages, [M, H*head_dim] (AttentionOrder)."""
+        return self.library.attention(q, kv_layer, inputs, shape, scale)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, float32 [M, 2F] -> [M, F] (PointwiseOrder)."""
+        """silu(gate) * up, [M, 2F] -> [M, F] (PointwiseOrder)."""
         return self.library.silu_mul(gate_up)
+
+    # ---- from logits to tokens
+
+    def take_rows(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Copy of chosen rows of [M, ...]."""
+        return self.library.take_rows(x, rows)
 
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [R, V] -> (ids int32 [R], ties to the lowest id; bool [R], False where a row holds NaN or inf)."""
@@ -135,23 +156,29 @@ class Ops:
         """Normaliser of each row, float64 [R], for `token_logprobs` (LogprobsOrder)."""
         return self.library.logprobs(logits)[1]
 
-    def token_logprobs(self, row: torch.Tensor, normaliser: float, token_ids: Sequence[int]) -> list[float]:
-        """Log-prob of each id of a row [V]: float32(float64(x[i]) - normaliser) (LogprobsOrder)."""
-        return token_logprobs(row.numpy(), normaliser, token_ids)
+    def token_logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], normalisers: Sequence[float]
+    ) -> list[float]:
+        """Log-prob of token_ids[i] in row rows[i] of [R, V]: float32(float64(x) - normalisers[i]) (LogprobsOrder)."""
+        return token_logprobs(self.library.take_values(logits, rows, token_ids), normalisers)
 
-    def top_logits(self, row: torch.Tensor, n: int) -> torch.Tensor:
-        """The n largest of a row [V] by (value descending, id ascending), int32 [n]."""
-        return self.library.top_logits(row, n)
+    def top_logits(self, logits: torch.Tensor, n: int) -> torch.Tensor:
+        """The n largest of each row of [R, V] by (value descending, id ascending), int32 [R, n]."""
+        return self.library.top_rows(logits, n)
 
-    def changed_logits(self, row: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
-        """A copy of a row [V] after bias, penalties and banned ids, float32 (SamplingOrder)."""
-        return torch.from_numpy(changed_logits(row.numpy(), changes))
+    def changed_logits(self, logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torch.Tensor:
+        """A copy of [R, V] after the bias, penalties and banned ids of each row, float32 (SamplingOrder)."""
+        compact = [compact_changes(of_row) for of_row in changes]
+        columns = [token_id for ids, _ in compact for token_id in ids]
+        rows = [row for row, (ids, _) in enumerate(compact) for _ in ids]
+        values = self.library.take_values(logits, rows, columns)
+        ends = list(itertools.accumulate((len(ids) for ids, _ in compact), initial=0))
+        new = [changed_logits(values[ends[i] : ends[i + 1]], small) for i, (_, small) in enumerate(compact)]
+        return self.library.put_values(logits, rows, columns, np.concatenate(new))
 
-    def sample(
-        self, row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
-    ) -> int:
-        """Draw the token at `position` from a row [V] of adjusted logits (SamplingOrder)."""
-        return self.library.sample(row, temperature, top_k, top_p, min_p, seed, position)
+    def sample(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """Draw a token from each row [R, V] of adjusted logits, int32 [R] (SamplingOrder)."""
+        return self.library.sample_rows(logits, draws)
 
     def describe(self) -> dict[str, str]:
         """Kernel and admitted schedules by Order name, for /server_info."""

@@ -5,42 +5,31 @@ else. It is chosen from (model dimensions, dtypes, device class). It does not kn
 `tests/test_order.py` inspects the signatures. A Schedule (tile, threads, instruction set) may look at the batch,
 because admission proved that it cannot move a bit of the Order's reference (`kernels/reference`).
 
-Arithmetic common to all Orders of device class "cpu": IEEE fp32, round to nearest even, subnormal operands read as
-zero and subnormal results flushed to zero (FTZ/DAZ), `fma(a, b, c)` rounds once. `python -m isobit.order MODEL` prints
-the table of a model; no torch, no GPU.
+Arithmetic common to all Orders: IEEE fp32, round to nearest even, `fma(a, b, c)` rounds once. On "cpu" subnormal
+operands read as zero and subnormal results are flushed to zero (FTZ/DAZ); on "sm90" they are kept, and `mma` is what
+that class's tensor cores do with bf16 or fp16 operands and float32 accumulators: hardware, part of the Order. There,
+an op's result that the next op reads as bf16 or fp16 is rounded (nearest even) when it is written.
+`python -m isobit.order MODEL` prints the table of a model; no torch, no GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isobit.model_config import ModelConfig
 
 __all__ = [
-    "KV_BLOCK",
-    "NUMERICS_VERSION",
-    "AttentionOrder",
-    "LinearOrder",
-    "LogprobsOrder",
-    "NormOrder",
-    "Order",
-    "PointwiseOrder",
-    "SamplingOrder",
-    "attention_order",
-    "fingerprint",
-    "linear_order",
-    "logprobs_order",
-    "model_orders",
-    "norm_order",
-    "pointwise_order",
-    "sampling_order",
-]
+    "DEVICE_CLASSES", "KV_BLOCK", "NUMERICS_VERSION", "AttentionOrder", "LinearOrder", "LogprobsOrder",
+    "MmaAttentionOrder", "MmaLinearOrder", "MoeCombineOrder", "NormOrder", "Order", "PointwiseOrder", "SamplingOrder",
+    "attention_order", "fingerprint", "linear_order", "logprobs_order", "mma_attention_order", "mma_linear_order",
+    "model_orders", "moe_combine_order", "norm_order", "pointwise_order", "sampling_order",
+]  # fmt: skip
 
 KV_BLOCK = 64  # keys in one attention block, anchored at position 0; a page of the KV cache holds exactly one block
 NUMERICS_VERSION = 1  # raised whenever any Order, or the arithmetic it names, gives other bits
@@ -64,6 +53,22 @@ class LinearOrder:
 
 
 @dataclass(frozen=True)
+class MmaLinearOrder:
+    """y[n] = ((slice_0 + slice_1) + ...) + bias[n] in float32, then rounded to `output_dtype`, or addend[n] + y[n] in
+    float32; a slice is K/`k_slices` products in one tensor-core accumulator: from +0, k ascending, acc += mma(x, w).
+
+    Which operand is the left one, the instruction's shape and the tile do not enter: admission proves it by bytes.
+    Experts of a mixture are such linears, one (n, k) for all of them.
+    """
+
+    n: int
+    k: int
+    weight_dtype: str
+    output_dtype: str
+    k_slices: int = 1
+
+
+@dataclass(frozen=True)
 class AttentionOrder:
     """s_j = FMA chain over d of (q[d]*scale)*k_j[d]; m = max s; p_j = exp32(s_j - m); per page of `kv_block` keys
     anchored at position 0: O_page[d] = FMA chain over j ascending from +0, l_page = lane tree; O and l add the pages in
@@ -79,6 +84,31 @@ class AttentionOrder:
     kv_block: int = KV_BLOCK
     kv_split_size: int = 0
     lanes: int = 16
+
+
+@dataclass(frozen=True)
+class MmaAttentionOrder:
+    """Keys in blocks of `kv_block`, blocks in splits of `kv_split_size` keys, both anchored at position 0. In a split,
+    from m = -inf, l = 0, O = 0: s = mma(q, k) * (scale * log2 e), m' = max(m, max s), a = exp2(m - m'),
+    p = exp2(s - m'), l = l * a + sum p (`row_sum`), O = mma(round(p), v, O * a). Splits are merged left to right:
+    m' = max(M, m), L = L * exp2(M - m') + l * exp2(m - m'), O alike; out = O / L. Every product and sum rounds (no
+    FMA), exp2 is the device's; keys after the query's own position are -inf. q, k, v, round(p) have `kv_dtype`; v is
+    the first `value_dim` features of k where there is one tensor for both (absorbed MLA).
+    """
+
+    head_dim: int
+    value_dim: int
+    kv_dtype: str
+    kv_block: int
+    kv_split_size: int
+    row_sum: str
+
+
+@dataclass(frozen=True)
+class MoeCombineOrder:
+    """y = w_0 * e_0, then y = fma(w_j, e_j, y) over the token's expert slots j ascending, in float32."""
+
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -116,34 +146,62 @@ class SamplingOrder:
     z[i] = (x[i] - max x) / T; x is the row after logit bias, repetition, frequency and presence penalties, in this
     order and in float32 (`kernels/logits.py`); gumbel is -log64(-log64(u)), u from splitmix64 of (seed, position,
     token id) alone. Kept: the first top_k by (value descending, id ascending); then while the float64 running sum
-    before the token < top_p * total, summed in that order over exp32(float32(z)); then weight >= min_p."""
+    before the token < top_p * total, summed in that order over exp32(float32(z)); then weight >= min_p. The sums are
+    one chain (`weight_sum` "float64-chain"), or exact and without an order over int64(trunc(2^40 * weight))
+    ("int64-2^40"), compared as float64."""
 
     vocab_size: int
     noise: str = "splitmix64-gumbel-v1"
+    weight_sum: str = "float64-chain"
 
 
-Order = LinearOrder | AttentionOrder | NormOrder | LogprobsOrder | PointwiseOrder | SamplingOrder
+Order = (
+    LinearOrder | MmaLinearOrder | AttentionOrder | MmaAttentionOrder | MoeCombineOrder
+    | NormOrder | LogprobsOrder | PointwiseOrder | SamplingOrder
+)  # fmt: skip
 
-_DEVICE_CLASSES = ("cpu",)
-_DTYPES = ("float32", "bfloat16")
+_MMA_CLASSES = ("sm90",)
+_TO_FLOAT32 = ("o", "down", "lm_head")  # added to the residual stream, or logits
+_DTYPES_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("float32", "bfloat16"), "sm90": ("bfloat16", "float16")}
+)
+DEVICE_CLASSES = tuple(_DTYPES_OF)
 
 
 def _check(device_class: str, **dtypes: str) -> None:
-    if device_class not in _DEVICE_CLASSES:
-        raise ValueError(f"no Orders for device class {device_class!r}; supported: {', '.join(_DEVICE_CLASSES)}")
+    if device_class not in _DTYPES_OF:
+        raise ValueError(f"no Orders for device class {device_class!r}; supported: {', '.join(_DTYPES_OF)}")
     for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
-            raise ValueError(f"no Order for {name}={dtype!r} on {device_class}; supported: {', '.join(_DTYPES)}")
+        if dtype not in _DTYPES_OF[device_class]:
+            supported = ", ".join(_DTYPES_OF[device_class])
+            raise ValueError(f"no Order for {name}={dtype!r} on {device_class}; supported: {supported}")
+
+
+def _check_mma(device_class: str, *dtypes: str) -> None:
+    for dtype in dtypes:
+        _check(device_class, dtype=dtype)
+    if device_class not in _MMA_CLASSES:
+        raise ValueError(f"no tensor-core Orders on {device_class!r}; they are for: {', '.join(_MMA_CLASSES)}")
+
+
+def _check_cpu(device_class: str, instead: str) -> None:
+    if device_class in _MMA_CLASSES:
+        raise ValueError(f"this Order is for device class cpu; {device_class} has {instead}")
+
+
+def _check_shape(n: int, k: int) -> None:
+    if n < 1 or k < 1:
+        raise ValueError(f"linear needs n >= 1 and k >= 1, got n={n}, k={k}")
 
 
 def linear_order(n: int, k: int, weight_dtype: str, activation_dtype: str, device_class: str) -> LinearOrder:
-    """Order of y[n] = sum over k; `k_slices` may depend on (n, k) on a device class where that is faster (not on cpu).
+    """Order of y[n] = sum over k on device class "cpu".
 
-    Raises ValueError for an unsupported device class, dtype, or a dimension below 1.
+    Raises ValueError for an unsupported dtype, or a dimension below 1.
     """
+    _check_cpu(device_class, "mma_linear_order")
     _check(device_class, weight_dtype=weight_dtype, activation_dtype=activation_dtype)
-    if n < 1 or k < 1:
-        raise ValueError(f"linear needs n >= 1 and k >= 1, got n={n}, k={k}")
+    _check_shape(n, k)
     if weight_dtype == "float32":
         if activation_dtype != "float32":
             raise ValueError("float32 weights take float32 activations, got activation_dtype='bfloat16'")
@@ -151,24 +209,61 @@ def linear_order(n: int, k: int, weight_dtype: str, activation_dtype: str, devic
     return LinearOrder(weight_dtype, activation_dtype, k_block=512, pairing="odd-even")
 
 
+def mma_linear_order(n: int, k: int, weight_dtype: str, output_dtype: str, device_class: str) -> MmaLinearOrder:
+    """Order of y[n] = sum over k on tensor cores; `output_dtype` is `weight_dtype` or "float32".
+
+    Raises ValueError as `linear_order`.
+    """
+    _check_mma(device_class, weight_dtype)
+    _check_shape(n, k)
+    if output_dtype not in (weight_dtype, "float32"):
+        raise ValueError(f"output_dtype={output_dtype!r}: supported are {weight_dtype} and float32")
+    return MmaLinearOrder(n, k, weight_dtype, output_dtype, _k_slices(n, k))
+
+
+def _k_slices(n: int, k: int) -> int:
+    """Slices of K, where long sums meet few outputs: what dev/LOG.md measured as fastest over all row counts."""
+    wanted = 2 if n <= 4096 and k >= 4096 else 1
+    return wanted if k % (wanted * 128) == 0 else 1
+
+
 def attention_order(head_dim: int, kv_dtype: str, device_class: str) -> AttentionOrder:
-    """Order of grouped-query attention over pages anchored at position 0. Raises ValueError as `linear_order`."""
+    """Order of grouped-query attention on "cpu", pages anchored at position 0. Raises ValueError as `linear_order`."""
+    _check_cpu(device_class, "mma_attention_order")
     _check(device_class, kv_dtype=kv_dtype)
     if not 1 <= head_dim <= 256 or head_dim % 2:
         raise ValueError(f"attention supports even head_dim from 2 to 256, got {head_dim}")
     return AttentionOrder(head_dim, kv_dtype)
 
 
+def mma_attention_order(head_dim: int, value_dim: int, kv_dtype: str, device_class: str) -> MmaAttentionOrder:
+    """Order of attention on tensor cores: grouped-query (head_dim = value_dim), or absorbed MLA over one latent tensor
+    whose first `value_dim` features are the values. Raises ValueError as `linear_order`."""
+    _check_mma(device_class, kv_dtype)
+    if not 16 <= value_dim <= head_dim <= 1024 or head_dim % 8 or value_dim % 8:
+        raise ValueError(
+            f"attention on {device_class} takes 16 <= value_dim <= head_dim <= 1024, multiples of 8; "
+            f"got head_dim={head_dim}, value_dim={value_dim}"
+        )
+    return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, kv_split_size=512, row_sum="mma")
+
+
+def moe_combine_order(top_k: int, device_class: str) -> MoeCombineOrder:
+    """Order in which the chosen experts of a token are added. Raises ValueError as `linear_order`."""
+    _check_mma(device_class)
+    return MoeCombineOrder(top_k)
+
+
 def norm_order(width: int, device_class: str) -> NormOrder:
     """Order of RMSNorm over `width` features."""
     _check(device_class)
-    return NormOrder(width)
+    return NormOrder(width) if device_class == "cpu" else NormOrder(width, lanes=512 if width > 256 else 128)
 
 
 def logprobs_order(vocab_size: int, device_class: str) -> LogprobsOrder:
     """Order of log-softmax over the vocabulary."""
     _check(device_class)
-    return LogprobsOrder(vocab_size)
+    return LogprobsOrder(vocab_size) if device_class == "cpu" else LogprobsOrder(vocab_size, block=4096, lanes=512)
 
 
 def pointwise_order(device_class: str) -> PointwiseOrder:
@@ -180,7 +275,7 @@ def pointwise_order(device_class: str) -> PointwiseOrder:
 def sampling_order(vocab_size: int, device_class: str) -> SamplingOrder:
     """Order and noise of the sampler."""
     _check(device_class)
-    return SamplingOrder(vocab_size)
+    return SamplingOrder(vocab_size, weight_sum="float64-chain" if device_class == "cpu" else "int64-2^40")
 
 
 def model_orders(
@@ -194,8 +289,16 @@ def model_orders(
         raise ValueError(f"no Orders for attention_kind={config.attention_kind!r} on {device_class}; supported: gqa")
     orders: dict[str, Order] = {}
     for name, (n, k) in config.linear_shapes().items():
-        orders[f"linear.{name}"] = linear_order(n, k, weight_dtype, activation_dtype, device_class)
-    orders["attention"] = attention_order(config.head_dim, kv_dtype, device_class)
+        if device_class in _MMA_CLASSES:
+            output_dtype = "float32" if name in _TO_FLOAT32 else weight_dtype
+            orders[f"linear.{name}"] = mma_linear_order(n, k, weight_dtype, output_dtype, device_class)
+        else:
+            orders[f"linear.{name}"] = linear_order(n, k, weight_dtype, activation_dtype, device_class)
+    orders["attention"] = (
+        mma_attention_order(config.head_dim, config.head_dim, kv_dtype, device_class)
+        if device_class in _MMA_CLASSES
+        else attention_order(config.head_dim, kv_dtype, device_class)
+    )
     orders["norm.hidden"] = norm_order(config.hidden_size, device_class)
     if config.qk_norm:
         orders["norm.head"] = norm_order(config.head_dim, device_class)
@@ -212,41 +315,7 @@ def fingerprint(weights_digest: str, orders: Mapping[str, Order], device_class: 
     return "isobit-" + hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def format_orders(orders: Mapping[str, Order]) -> str:
-    """The Orders as aligned text, each kind followed once by its sentence of arithmetic."""
-    width = max(len(name) for name in orders)
-    lines = [f"{name:<{width}}  {order}" for name, order in orders.items()]
-    kinds = dict.fromkeys(type(order) for order in orders.values())
-    for kind in kinds:
-        sentence = f"{kind.__name__}: {' '.join((kind.__doc__ or '').split())}"
-        lines.append("\n" + textwrap.fill(sentence, 118, subsequent_indent="  ", break_on_hyphens=False))
-    lines.append(f"\nThese are the docstrings of {__file__}; kernels/reference/ops.py executes them.")
-    return "\n".join(lines)
-
-
-def _main() -> None:
-    import argparse
-
-    from isobit.config import EngineConfig
-    from isobit.model_config import load_model_config
-    from isobit.plan import resolve_dtypes
-
-    parser = argparse.ArgumentParser(prog="python -m isobit.order", description="Print the Orders of a model.")
-    parser.add_argument("model", nargs="?", default="smollm2", help="checkpoint folder, .gguf file, or 'smollm2'")
-    for option in ("--weight-dtype", "--activation-dtype", "--kv-cache-dtype"):
-        parser.add_argument(option, default="auto", choices=("auto", *_DTYPES), help="auto: as a server would choose")
-    args = parser.parse_args()
-    try:
-        config = load_model_config(args.model)
-        options = EngineConfig(
-            dtype=args.weight_dtype, activation_dtype=args.activation_dtype, kv_cache_dtype=args.kv_cache_dtype
-        )
-        orders = model_orders(config, *resolve_dtypes(options, config)[:3], "cpu")
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-    print(f"{config.architecture}, numerics version {NUMERICS_VERSION}, device class cpu\n")
-    print(format_orders(orders))
-
-
 if __name__ == "__main__":
-    _main()
+    from isobit.order_table import main
+
+    main()

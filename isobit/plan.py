@@ -12,16 +12,18 @@ from types import MappingProxyType
 
 from isobit.config import EngineConfig
 from isobit.model_config import ModelConfig, check_context_length, context_limit
-from isobit.order import AttentionOrder, Order, fingerprint, model_orders
+from isobit.order import AttentionOrder, MmaAttentionOrder, Order, fingerprint, model_orders
 
-DEFAULT_TOTAL_TOKENS = 16384
-KV_MEMORY_SHARE = 0.5  # of the machine's memory, the most a KV cache may be sized to
+DEFAULT_TOTAL_TOKENS = {"cpu": 16384, "sm90": 131072}
+DEFAULT_REQUESTS = {"cpu": 64, "sm90": 256}
+DEFAULT_CHUNK = {"cpu": 512, "sm90": 8192}
+KV_MEMORY_SHARE = 0.5  # of the device's memory, the most a KV cache may be sized to
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the machine offers: device class, CPU kernel libraries it can run (best first), cores it can put to
-    use, bytes of memory."""
+    """What the device offers: its class, kernel libraries it can run (best first), CPU cores to put to use, bytes of
+    the device's memory."""
 
     device_class: str
     libraries: tuple[str, ...]
@@ -37,7 +39,7 @@ class Plan:
     dtype: str
     activation_dtype: str
     kv_cache_dtype: str
-    cpu_library: str
+    kernel_library: str
     num_threads: int
     context_length: int
     page_size: int
@@ -74,28 +76,30 @@ def resolve_plan(config: EngineConfig, model: ModelConfig, facts: DeviceFacts) -
 
     Raises ValueError when a choice cannot be kept: an unsupported library, dtype, context length or KV size.
     """
-    dtype, activation, kv_dtype, reasons = resolve_dtypes(config, model)
+    dtype, activation, kv_dtype, reasons = resolve_dtypes(config, model, facts.device_class)
     library = _resolve_library(config, facts, reasons)
     threads = _pick(reasons, "num_threads", config.num_threads, facts.num_cores, "cores this process may use")
+    requests = _pick(reasons, "max_running_requests", config.max_running_requests,
+                     DEFAULT_REQUESTS[facts.device_class], "most requests in one step; cannot move a bit")  # fmt: skip
+    chunk = _pick(reasons, "chunked_prefill_size", config.chunked_prefill_size, DEFAULT_CHUNK[facts.device_class],
+                  "most tokens in one step; cannot move a bit")  # fmt: skip
     orders = model_orders(model, dtype, activation, kv_dtype, facts.device_class)
     page = _resolve_page(orders["attention"], kv_bytes_per_token(model, kv_dtype), reasons)
     context = _resolve_context(config, model, facts, page, reasons)
     pages = _resolve_pages(config, facts, context, page, reasons)
-    reasons["chunked_prefill_size"] = "most tokens in one step; cannot move a bit"
-    reasons["max_running_requests"] = "most requests in one step; cannot move a bit"
     reasons["attention_kind"] = "capability declared by the architecture"
     return Plan(
         device_class=facts.device_class,
         dtype=dtype,
         activation_dtype=activation,
         kv_cache_dtype=kv_dtype,
-        cpu_library=library,
+        kernel_library=library,
         num_threads=threads,
         context_length=context,
         page_size=page.num_tokens,
         num_pages=pages,
-        chunked_prefill_size=config.chunked_prefill_size,
-        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=chunk,
+        max_running_requests=requests,
         attention_kind=model.attention_kind,
         model_arithmetic=model.arithmetic(),
         orders=MappingProxyType(orders),
@@ -112,8 +116,8 @@ class _Page:
 
 
 def _resolve_page(order: Order, bytes_per_token: int, reasons: dict[str, str]) -> _Page:
-    assert isinstance(order, AttentionOrder), f"attention has the Order {order}"
-    reasons["page_size"] = "kv_block of the AttentionOrder: a page holds one block of keys"
+    assert isinstance(order, (AttentionOrder, MmaAttentionOrder)), f"attention has the Order {order}"
+    reasons["page_size"] = "kv_block of the attention's Order: a page holds one block of keys"
     return _Page(order.kv_block, order.kv_block * bytes_per_token)
 
 
@@ -127,8 +131,12 @@ def _pick(reasons: dict[str, str], name: str, asked: int | None, default: int, w
     return default if asked is None else asked
 
 
-def resolve_dtypes(config: EngineConfig, model: ModelConfig) -> tuple[str, str, str, dict[str, str]]:
+def resolve_dtypes(
+    config: EngineConfig, model: ModelConfig, device_class: str
+) -> tuple[str, str, str, dict[str, str]]:
     """(dtype of weights, of activations, of the KV cache, reasons). Raises ValueError for a pair without an Order."""
+    if device_class != "cpu":
+        return _resolve_mma_dtypes(config, model, device_class)
     dtype, reasons = config.dtype, {"dtype": "as asked"}
     if dtype == "auto":
         dtype = "float32" if model.dtype in ("float32", "float16") else "bfloat16"
@@ -145,15 +153,37 @@ def resolve_dtypes(config: EngineConfig, model: ModelConfig) -> tuple[str, str, 
     return dtype, activation, dtype if kv_dtype == "auto" else kv_dtype, reasons
 
 
+def _resolve_mma_dtypes(
+    config: EngineConfig, model: ModelConfig, device_class: str
+) -> tuple[str, str, str, dict[str, str]]:
+    """Tensor cores read weights, activations, K and V in one 16-bit dtype."""
+    dtype, reasons = config.dtype, {"dtype": "as asked"}
+    if dtype == "auto":
+        dtype = "float16" if model.dtype == "float16" else "bfloat16"
+        reasons["dtype"] = f"the checkpoint is {model.dtype}; tensor cores read 16 bits"
+    for name in ("activation_dtype", "kv_cache_dtype"):
+        asked = getattr(config, name)
+        if asked not in ("auto", dtype):
+            raise ValueError(f"{name}={asked} with dtype={dtype} has no Order on {device_class}: use {dtype} or auto")
+        reasons[name] = "as asked" if asked != "auto" else "follows dtype"
+    return dtype, dtype, dtype, reasons
+
+
 def _resolve_library(config: EngineConfig, facts: DeviceFacts, reasons: dict[str, str]) -> str:
+    if facts.device_class != "cpu":
+        for name, idle in (("cpu_library", "auto"), ("num_threads", None)):
+            if getattr(config, name) != idle:
+                raise ValueError(f"{name}={getattr(config, name)} is for device=cpu; leave it out with {config.device}")
+        reasons["kernel_library"] = "the kernels of this device class; all schedules give the same bits"
+        return facts.libraries[0]
     if config.cpu_library == "auto":
-        reasons["cpu_library"] = "widest instruction set of this CPU; all give the same bits"
+        reasons["kernel_library"] = "widest instruction set of this CPU; all give the same bits"
         return facts.libraries[0]
     if config.cpu_library not in facts.libraries:
         raise ValueError(
             f"cpu_library={config.cpu_library} cannot run on this CPU; it runs: {', '.join(facts.libraries)}"
         )
-    reasons["cpu_library"] = "as asked"
+    reasons["kernel_library"] = "as asked"
     return config.cpu_library
 
 
@@ -182,7 +212,7 @@ def _resolve_pages(config: EngineConfig, facts: DeviceFacts, context: int, page:
     tokens = config.max_total_tokens
     if tokens is None:
         fits = int(facts.memory_bytes * KV_MEMORY_SHARE) // page.num_bytes * page.num_tokens
-        tokens = max(context, min(DEFAULT_TOTAL_TOKENS, fits))
+        tokens = max(context, min(DEFAULT_TOTAL_TOKENS[facts.device_class], fits))
         reasons["num_pages"] = f"{tokens} tokens: the default, at least one full context"
     else:
         reasons["num_pages"] = f"max_total_tokens={tokens} as asked"

@@ -13,7 +13,7 @@ import torch
 from isobit.batch import Batch
 from isobit.kv_cache import KVCache
 from isobit.models import CausalLM
-from isobit.ops import take_rows
+from isobit.ops import Ops
 
 LOGITS_ROWS = 64
 
@@ -21,16 +21,18 @@ LOGITS_ROWS = 64
 class Runner:
     """Owns the model and the KV cache of one engine."""
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache) -> None:
+    def __init__(self, ops: Ops, model: CausalLM, kv_cache: KVCache) -> None:
+        self.ops = ops
         self.model = model
         self.kv_cache = kv_cache
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Residual stream of every row, float32 [M, D]; the rows' K and V are in the cache afterwards."""
-        return self.model.forward(batch.token_ids, batch.inputs, self.kv_cache)
+        token_ids, inputs = self.ops.begin_step(batch.arrays)
+        return self.model.forward(token_ids, inputs, self.kv_cache)
 
     def logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
         """Yield (rows, logits float32 [len(rows), V]) in order, at most LOGITS_ROWS rows at a time."""
         for start in range(0, len(rows), LOGITS_ROWS):
             piece = rows[start : start + LOGITS_ROWS]
-            yield piece, self.model.logits(take_rows(hidden, piece))
+            yield piece, self.model.logits(self.ops.take_rows(hidden, piece))

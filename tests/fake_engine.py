@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from isobit.batch import Batch
 from isobit.config import EngineConfig
 from isobit.engine import EngineStats, LLMEngine
+from isobit.kernels.interface import Draws
 from isobit.kernels.logits import LogitChanges, changed_logits, token_logprobs
 from isobit.kernels.reference import ops as reference
 from isobit.model_config import ModelConfig, RopeConfig
@@ -78,17 +80,25 @@ class FakeOps:
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(reference.logprobs(LogprobsOrder(VOCAB), logits.numpy())[1])
 
-    def token_logprobs(self, row: torch.Tensor, normaliser: float, token_ids: Sequence[int]) -> list[float]:
-        return token_logprobs(row.numpy(), normaliser, token_ids)
+    def take_rows(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return x[list(rows)]
 
-    def changed_logits(self, row: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
-        return torch.from_numpy(changed_logits(row.numpy(), changes))
+    def token_logprobs(
+        self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], normalisers: Sequence[float]
+    ) -> list[float]:
+        return token_logprobs(logits.numpy()[list(rows), list(token_ids)], normalisers)
 
-    def top_logits(self, row: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.from_numpy(reference.top_logits(row.numpy(), n))
+    def changed_logits(self, logits: torch.Tensor, changes: Sequence[LogitChanges]) -> torch.Tensor:
+        rows = [changed_logits(row, of_row) for row, of_row in zip(logits.numpy(), changes, strict=True)]
+        return torch.from_numpy(np.stack(rows))
 
-    def sample(self, row: torch.Tensor, *settings: Any) -> int:
-        return reference.sample(SamplingOrder(VOCAB), row.numpy(), *settings)
+    def top_logits(self, logits: torch.Tensor, n: int) -> torch.Tensor:
+        return torch.from_numpy(np.stack([reference.top_logits(row, n) for row in logits.numpy()]))
+
+    def sample(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        settings = zip(*(getattr(draws, spec.name).tolist() for spec in fields(draws)), strict=True)
+        rows = zip(logits.numpy(), settings, strict=True)
+        return torch.tensor([reference.sample(SamplingOrder(VOCAB), row, *of_row) for row, of_row in rows])
 
     def describe(self) -> dict[str, str]:
         return {"all": "made up"}

@@ -123,7 +123,7 @@ def all_logits(loaded: LoadedModel, sequences: Sequence[Sequence[int]], page_ord
         request.pages = [next(pages) for _ in range(-(-len(token_ids) // page_size))]
         chunks.append(ScheduledChunk(request, 0, len(token_ids), True))
     batch = build_batch(chunks, page_size)
-    runner = Runner(loaded.model, kv_cache)
+    runner = Runner(loaded.ops, loaded.model, kv_cache)
     with torch.inference_mode():
         hidden = runner.forward(batch)
         logits = torch.cat([piece for _, piece in runner.logits(hidden, range(batch.num_rows))])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isobit.kernels.interface import AttentionShape, HeadNorms, RopeTables
+from isobit.kernels.interface import AttentionInputs, AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference import ops
 from isobit.kernels.registry import Kernel
 from isobit.order import Order, norm_order
@@ -105,13 +105,12 @@ class ReferenceLibrary:
         self,
         q: torch.Tensor,
         kv_layer: torch.Tensor,
-        query_starts: torch.Tensor,
-        start_positions: torch.Tensor,
-        page_tables: torch.Tensor,
+        inputs: AttentionInputs,
         shape: AttentionShape,
         scale: float,
         schedule: str = "auto",
     ) -> torch.Tensor:
+        query_starts, start_positions, page_tables = inputs.query_starts, inputs.start_positions, inputs.page_tables
         num_kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
         outputs = []
         bounds = query_starts.tolist()

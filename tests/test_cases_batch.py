@@ -273,7 +273,7 @@ def test_case_19_every_option_at_its_default(kind: str) -> None:
     """Every family starts with nothing but its name, its choices carry reasons, and cold = flushed = warm."""
     folder = str(tiny_checkpoint(kind))
     engine = LLMEngine(EngineConfig(model=folder))
-    assert {"dtype", "cpu_library"} <= set(engine.plan.reasons) and engine.loaded.ops.describe()
+    assert {"dtype", "kernel_library"} <= set(engine.plan.reasons) and engine.loaded.ops.describe()
     prompt = make_prompt(150, engine.model_config.vocab_size)
 
     def ask() -> Result:

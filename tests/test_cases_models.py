@@ -52,7 +52,7 @@ def logits_at(loaded: LoadedModel, token_ids: Sequence[int], positions: Sequence
     size, cache = loaded.plan.page_size, loaded.new_kv_cache()
     request = Request("r", tuple(token_ids), SamplingParams(), max_tokens=0)
     request.pages = list(range(-(-len(token_ids) // size)))
-    runner = Runner(loaded.model, cache)
+    runner = Runner(loaded.ops, loaded.model, cache)
     with torch.inference_mode():
         hidden = runner.forward(build_batch([ScheduledChunk(request, 0, len(token_ids), True)], size))
         return torch.cat([piece for _, piece in runner.logits(hidden, positions)])

@@ -15,7 +15,7 @@ import torch
 
 from isobit.kernels.cpu.features import supported_libraries
 from isobit.kernels.cpu.library import ATTENTION_SCHEDULES, CpuLibrary
-from isobit.kernels.interface import AttentionShape
+from isobit.kernels.interface import AttentionInputs, AttentionShape
 from isobit.kernels.reference import ops
 from isobit.order import attention_order
 
@@ -75,11 +75,13 @@ class Sequence:
         shape = self.shape
         q = torch.cat([self.q[start:stop] for start, stop in pieces])
         query_starts = list(itertools.accumulate((stop - start for start, stop in pieces), initial=0))
-        return library.attention(
-            q, self.pages, _int32(query_starts), _int32([start for start, _ in pieces]),
-            self.table.repeat(len(pieces), 1), AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim),
-            shape.head_dim**-0.5, schedule,
+        unused = _int32([])
+        inputs = AttentionInputs(
+            unused, unused, _int32(query_starts), _int32([start for start, _ in pieces]),
+            self.table.repeat(len(pieces), 1),
         )  # fmt: skip
+        heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        return library.attention(q, self.pages, inputs, heads, shape.head_dim**-0.5, schedule)
 
     def whole(self, library_name: str = LIBRARIES[0]) -> torch.Tensor:
         """All rows at once, one thread."""

@@ -251,10 +251,10 @@ def test_ladder_holds_admitted_schedules_only_and_takes_any_number_of_rows() -> 
     for weight_dtype, activation_dtype in (("float32", "float32"), ("bfloat16", "bfloat16")):
         offered = kernels.linear_schedules(weight_dtype, activation_dtype)
         for admitted in (offered, ("tile",), ("stream",), ("stream", "tile")):
-            ladder = kernels.linear_ladder(weight_dtype, activation_dtype, admitted)
+            ladder = kernels.linear_ladder(linear_order(1, 1, weight_dtype, activation_dtype, "cpu"), admitted)
             assert {schedule for _, schedule in ladder} <= set(admitted)
             assert [most for most, _ in ladder] == sorted({most for most, _ in ladder}) and ladder[-1][0] >= 2**31
-    ladder = kernels.linear_ladder("float32", "float32", ("stream", "tile"))
+    ladder = kernels.linear_ladder(linear_order(1, 1, "float32", "float32", "cpu"), ("stream", "tile"))
     assert (ladder[0][1], ladder[-1][1]) == ("stream", "tile")
 
 

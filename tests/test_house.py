@@ -29,7 +29,7 @@ RELATIVE = [path.relative_to(PACKAGE).as_posix() for path in FILES]
 
 # Level of each file or folder below isobit/. Level 0 and 1 import no torch.
 LEVELS = {
-    "order": 0, "config": 0, "model_config": 0, "architectures": 0, "plan": 0, "request": 0,
+    "order": 0, "order_table": 0, "config": 0, "model_config": 0, "architectures": 0, "plan": 0, "request": 0,
     "checkpoint": 0, "hf_config": 0, "gguf_config": 0, "gguf_file": 0, "rope_config": 0,
     "sampling_defaults": 0,
     "scheduler": 1, "pages": 1, "prefix_cache": 1,
@@ -129,8 +129,8 @@ def test_level_0_and_1_load_no_torch() -> None:
 
 # Names that speak of a batch: how many rows, tokens, sequences or requests there are, or how long they are.
 BATCH_WORDS = re.compile(
-    r"^(m|b|bs|t)$|batch|rows?(_|$)|tokens?(_|$)|^num_|(^|_)count$|seq|requests?(_|$)|prompt|(^|_)lens?(_|$)|length"
-)
+    r"^(m|b|bs|t)$|batch|rows?(_(?!sum)|$)|tokens?(_|$)|^num_|(^|_)count$|seq|requests?(_|$)|prompt|(^|_)lens?(_|$)|length"
+)  # "row_sum" is the sum over one row of attention weights, the field's name for the softmax denominator
 
 
 def names_seen_by(thing: object) -> list[str]:
@@ -368,9 +368,10 @@ def test_public_names_are_frozen() -> None:
         "LLM", "CompletionOutput", "EngineConfig", "RequestResult", "SamplingParams", "TokenLogprob", "__version__",
     ]  # fmt: skip
     assert order.__all__ == [
-        "KV_BLOCK", "NUMERICS_VERSION", "AttentionOrder", "LinearOrder", "LogprobsOrder", "NormOrder", "Order",
-        "PointwiseOrder", "SamplingOrder", "attention_order", "fingerprint", "linear_order", "logprobs_order",
-        "model_orders", "norm_order", "pointwise_order", "sampling_order",
+        "DEVICE_CLASSES", "KV_BLOCK", "NUMERICS_VERSION", "AttentionOrder", "LinearOrder", "LogprobsOrder",
+        "MmaAttentionOrder", "MmaLinearOrder", "MoeCombineOrder", "NormOrder", "Order", "PointwiseOrder",
+        "SamplingOrder", "attention_order", "fingerprint", "linear_order", "logprobs_order", "mma_attention_order",
+        "mma_linear_order", "model_orders", "moe_combine_order", "norm_order", "pointwise_order", "sampling_order",
     ]  # fmt: skip
     assert all(hasattr(isobit, name) for name in isobit.__all__)
     assert all(hasattr(order, name) for name in order.__all__)
@@ -378,7 +379,8 @@ def test_public_names_are_frozen() -> None:
 
 ENGINE_OPTIONS = {
     "--activation-dtype", "--chat-template", "--chunked-prefill-size", "--config", "--context-length", "--cpu-library",
-    "--device", "--disable-radix-cache", "--dtype", "--help", "--hf-overrides", "--kv-cache-dtype", "--max-logprobs",
+    "--device", "--disable-radix-cache", "--dtype", "--help", "--hf-overrides", "--kv-cache-dtype", "--load-format",
+    "--max-logprobs",
     "--max-queued-requests", "--max-running-requests", "--max-total-tokens", "--model", "--num-threads",
     "--random-seed", "--served-model-name",
     # names of other engines

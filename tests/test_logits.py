@@ -72,6 +72,6 @@ def test_each_change_touches_its_tokens_only(changes: dict[str, object], ids: se
 def test_log_probs_of_tokens_are_those_of_the_whole_row() -> None:
     _, normaliser = reference.logprobs(LogprobsOrder(VOCAB), ROW[None])
     whole = reference.token_logprobs(ROW[None], normaliser)[0]
-    got = np.array(token_logprobs(ROW, float(normaliser[0]), range(VOCAB)))
+    got = np.array(token_logprobs(ROW, normaliser.tolist() * VOCAB))
     assert np.array_equal(got, whole.astype(np.float64))
     assert not np.array_equal(got, ROW.astype(np.float64) - normaliser[0]), "control: the rounding to float32 shows"

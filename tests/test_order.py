@@ -169,7 +169,7 @@ def test_norm_over_heads_has_an_order_only_where_the_model_has_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((8, 8, "bfloat16", "bfloat16", "sm90"), "no Orders for device class 'sm90'; supported: cpu"),
+        ((8, 8, "bfloat16", "bfloat16", "sm90"), "sm90 has mma_linear_order"),
         ((8, 8, "float16", "float32", "cpu"), "weight_dtype='float16'"),
         ((8, 8, "bfloat16", "float16", "cpu"), "activation_dtype='float16'"),
         ((8, 8, "float32", "bfloat16", "cpu"), "float32 weights take float32 activations"),

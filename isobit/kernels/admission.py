@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,10 @@ from isobit.kernels.registry import OPS_OF_ORDER, Kernel
 from isobit.kernels.verdict_cache import ADMITTED, NOT_OFFERED, REFUSED, Verdict, VerdictCache, default_cache_path
 from isobit.order import NUMERICS_VERSION, Order
 
-__all__ = ["AdmissionTable", "Claim", "admit", "host_facts"]
+__all__ = ["AdmissionTable", "Claim", "Prover", "admit", "host_facts"]
+
+# (op, Order, claims) -> for each claim its verdict, and whether it may be remembered
+Prover = Callable[[str, Order, Sequence[tuple[Kernel, str]]], Iterator[tuple[Verdict, bool]]]
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,12 @@ def admit(
     cache_path: Path | None = None,
     device_facts: Mapping[str, str] | None = None,
     progress: bool = False,
+    prove: Prover | None = None,
 ) -> AdmissionTable:
     """Prove each kernel x schedule for each Order it claims, or take the verdict from the cache.
 
-    `cache_path` None: in the user's cache folder; `device_facts` None: `host_facts()`. Raises nothing for a refused
-    kernel: the table does, when it is asked for.
+    `cache_path` None: in the user's cache folder; `device_facts` None: `host_facts()`; `prove` None: against
+    `kernels/reference`. Raises nothing for a refused kernel: the table does, when it is asked for.
     """
     cache = VerdictCache(cache_path or default_cache_path())
     device_facts = host_facts() if device_facts is None else device_facts
@@ -157,12 +161,28 @@ def admit(
                 verdicts[claim] = cached
             else:
                 pending.setdefault((kernel.op, order), []).append((kernel, schedule, key))
+    verdicts.update(_prove_pending(pending, cache, prove or prove_by_reference, progress))
+    return AdmissionTable(_without_idle_reasons(verdicts))
+
+
+def _prove_pending(
+    pending: Mapping[tuple[str, Order], Sequence[tuple[Kernel, str, dict[str, Any]]]],
+    cache: VerdictCache,
+    prove: Prover,
+    progress: bool,
+) -> dict[Claim, Verdict]:
+    verdicts: dict[Claim, Verdict] = {}
     with tqdm(total=sum(map(len, pending.values())), desc="admission", disable=not (progress and pending)) as bar:
         for (op, order), claims in pending.items():
             bar.set_postfix_str(op)
-            verdicts.update(_prove_all(op, order, claims, cache, bar))
+            proofs = prove(op, order, [(kernel, schedule) for kernel, schedule, _ in claims])
+            for (kernel, schedule, key), (verdict, lasting) in zip(claims, proofs, strict=True):
+                if lasting:
+                    cache.put(key, verdict)
+                verdicts[Claim(op, order, kernel.name, schedule)] = verdict
+                bar.update(1)
     cache.save()
-    return AdmissionTable(_without_idle_reasons(verdicts))
+    return verdicts
 
 
 def _pairs(kernels: Sequence[Kernel], orders: Mapping[str, Order]) -> Iterator[tuple[Kernel, Order]]:
@@ -201,18 +221,13 @@ def _key(kernel: Kernel, order: Order, schedule: str, device_facts: Mapping[str,
     }
 
 
-def _prove_all(
-    op: str, order: Order, claims: Iterable[tuple[Kernel, str, dict[str, Any]]], cache: VerdictCache, bar: Any
-) -> dict[Claim, Verdict]:
+def prove_by_reference(
+    op: str, order: Order, claims: Sequence[tuple[Kernel, str]]
+) -> Iterator[tuple[Verdict, bool]]:
+    """The Prover of device class "cpu": every probe of `probes.py` against the numpy reference."""
     truths = [(probe, expect(op, order, probe.inputs)) for probe in probes_for(op, order)]
-    verdicts = {}
-    for kernel, schedule, key in claims:
-        verdict, lasting = _prove(kernel, order, schedule, truths)
-        if lasting:
-            cache.put(key, verdict)
-        verdicts[Claim(op, order, kernel.name, schedule)] = verdict
-        bar.update(1)
-    return verdicts
+    for kernel, schedule in claims:
+        yield _prove(kernel, order, schedule, truths)
 
 
 def _prove(kernel: Kernel, order: Order, schedule: str, truths: Sequence[tuple[Probe, Arrays]]) -> tuple[Verdict, bool]:

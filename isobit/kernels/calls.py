@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from isobit.kernels.interface import TORCH_DTYPES, AttentionShape, HeadNorms, RopeTables
+from isobit.kernels.interface import TORCH_DTYPES, AttentionInputs, AttentionShape, HeadNorms, RopeTables
 from isobit.kernels.reference.calls import Arrays
 from isobit.kernels.reference.math import Float32, flush
 
@@ -114,10 +114,14 @@ def _attention(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any
     kv = [inputs["kv"][request] for request in requests[starts]]
     kv_layer, page_tables = paged(order, kv, lengths.tolist())
     shape = AttentionShape(inputs["num_heads"], kv[0][0].shape[1], order.head_dim)
-    y = library.attention(
-        _tensor(inputs["q"], misaligned), kv_layer, _int32(np.append(starts, requests.size)),
-        _int32(positions[starts]), page_tables, shape, inputs["scale"], schedule,
-    )  # fmt: skip
+    where = AttentionInputs(
+        positions=_int32(positions),
+        slots=_int32(np.zeros_like(positions)),  # keys are in their pages already
+        query_starts=_int32(np.append(starts, requests.size)),
+        start_positions=_int32(positions[starts]),
+        page_tables=page_tables,
+    )
+    y = library.attention(_tensor(inputs["q"], misaligned), kv_layer, where, shape, inputs["scale"], schedule)
     return {"y": y.numpy()}
 
 

@@ -7,12 +7,12 @@ The formulas are part of SamplingOrder and LogprobsOrder (docs/numerics-cpu.md, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LogitChanges", "changed_logits", "token_logprobs"]
+__all__ = ["LogitChanges", "changed_logits", "compact_changes", "token_logprobs"]
 
 Row = npt.NDArray[np.float32]
 
@@ -54,6 +54,23 @@ def changed_logits(row: Row, changes: LogitChanges) -> Row:
     return values
 
 
-def token_logprobs(row: Row, normaliser: float, token_ids: Sequence[int]) -> list[float]:
-    """float32(float64(row[i]) - normaliser) of each id, as floats that hold the float32 exactly."""
-    return [float(np.float32(float(row[token_id]) - normaliser)) for token_id in token_ids]
+def compact_changes(changes: LogitChanges) -> tuple[list[int], LogitChanges]:
+    """(the ids that may change, ascending; the same changes in a row that holds just those ids).
+
+    No value depends on another, so a row need not be at hand, or be copied, as a whole.
+    """
+    ids = sorted({*changes.bias, *changes.seen, *changes.counts, *changes.banned})
+    at = {token_id: index for index, token_id in enumerate(ids)}
+    return ids, replace(
+        changes,
+        bias={at[token_id]: value for token_id, value in changes.bias.items()},
+        seen=[at[token_id] for token_id in changes.seen],
+        counts={at[token_id]: count for token_id, count in changes.counts.items()},
+        banned=[at[token_id] for token_id in changes.banned],
+    )
+
+
+def token_logprobs(values: Row, normalisers: Sequence[float]) -> list[float]:
+    """float32(float64(values[i]) - normalisers[i]), as floats that hold the float32 exactly."""
+    pairs = zip(values.tolist(), normalisers, strict=True)
+    return [float(np.float32(value - normaliser)) for value, normaliser in pairs]

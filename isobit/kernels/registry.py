@@ -12,7 +12,17 @@ from types import MappingProxyType
 from typing import Any
 
 from isobit.kernels.interface import KernelLibrary
-from isobit.order import AttentionOrder, LinearOrder, LogprobsOrder, NormOrder, Order, PointwiseOrder, SamplingOrder
+from isobit.order import (
+    AttentionOrder,
+    LinearOrder,
+    LogprobsOrder,
+    MmaAttentionOrder,
+    MmaLinearOrder,
+    NormOrder,
+    Order,
+    PointwiseOrder,
+    SamplingOrder,
+)
 
 __all__ = ["OPS", "OPS_OF_ORDER", "Kernel"]
 
@@ -20,14 +30,16 @@ __all__ = ["OPS", "OPS_OF_ORDER", "Kernel"]
 OPS_OF_ORDER: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
     {
         LinearOrder: ("linear", "embedding"),
+        MmaLinearOrder: ("linear", "embedding"),
         NormOrder: ("rms_norm",),
         AttentionOrder: ("rope_and_cache", "attention"),
+        MmaAttentionOrder: ("rope_and_cache", "attention"),
         PointwiseOrder: ("silu_mul",),
         LogprobsOrder: ("logprobs", "top_logits"),
         SamplingOrder: ("argmax", "sample"),
     }
 )
-OPS = tuple(op for ops in OPS_OF_ORDER.values() for op in ops)
+OPS = tuple(dict.fromkeys(op for ops in OPS_OF_ORDER.values() for op in ops))
 
 
 @dataclass(frozen=True)

@@ -88,8 +88,8 @@ class LlamaForCausalLM:
         gate_up = [prefix + "mlp." + name for name in ("gate_proj", "up_proj")]
         head_norms = None
         if config.qk_norm:
-            q_norm, k_norm = (weights.get(f"{attention}{name}_norm.weight").to(torch.float32) for name in "qk")
-            head_norms = HeadNorms(q_norm.contiguous(), k_norm.contiguous(), config.rms_norm_eps)
+            q_norm, k_norm = (ops.parameter(weights.get(f"{attention}{name}_norm.weight")) for name in "qk")
+            head_norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
         return DecoderLayer(
             RMSNorm(ops, weights.get(prefix + "input_layernorm.weight"), config.rms_norm_eps),
             Attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ import torch
 from isobit.kernels.cpu.build import file_digest, find_library, source_hash
 from isobit.kernels.cpu.features import available_cores, choose_library
 from isobit.kernels.cpu.ladder import TimedLinear, choose_ladder
-from isobit.kernels.interface import AttentionShape, HeadNorms, Ladder, RopeTables
+from isobit.kernels.cpu.tensors import HostTensors
+from isobit.kernels.interface import AttentionInputs, AttentionShape, Draws, HeadNorms, Ladder, RopeTables
+from isobit.order import LinearOrder, Order
 
 __all__ = ["CpuLibrary", "PackedLinear"]
 
@@ -66,7 +68,7 @@ class PackedLinear:
     bias_pointer: int | None
 
 
-class CpuLibrary:
+class CpuLibrary(HostTensors):
     """The kernels of one instruction set. All tensors are contiguous CPU tensors; activations are float32 [M, ...].
 
     `name` is "avx512bf16", "avx512", "avx2", "neon" or "scalar". Raises ValueError when this CPU cannot run `name` or
@@ -88,6 +90,10 @@ class CpuLibrary:
             symbol.restype, symbol.argtypes = result, arguments
 
     # ---- linear
+
+    def make_weight(self, order: Order, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """`pack_linear`: on a CPU the handle is the same for every Order."""
+        return self.pack_linear(weight, bias)
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """weight [N, K] float32 or bfloat16, bias [N] float32. The packed weight is a copy; the bias is kept."""
@@ -112,14 +118,15 @@ class CpuLibrary:
         bits = self._c.isobit_linear_schedules(weight_dtype == "bfloat16", activation_dtype == "bfloat16")
         return tuple(name for name, number in LINEAR_SCHEDULES.items() if bits >> number & 1)
 
-    def linear_ladder(self, weight_dtype: str, activation_dtype: str, admitted: Sequence[str]) -> Ladder:
+    def linear_ladder(self, order: Order, admitted: Sequence[str]) -> Ladder:
         """(most rows, schedule) among the `admitted`: stream the weight for a few rows, tiles for many."""
+        assert isinstance(order, LinearOrder), f"{self.name} has no linear for {order}"
 
         def make_linear(weight: torch.Tensor) -> TimedLinear:
             packed = self.pack_linear(weight)
-            return lambda x, schedule: self.linear(x, packed, activation_dtype, schedule)
+            return lambda x, schedule: self.linear(x, packed, order.activation_dtype, schedule)
 
-        return choose_ladder(admitted, make_linear, weight_dtype)
+        return choose_ladder(admitted, make_linear, order.weight_dtype)
 
     def linear(
         self,
@@ -199,8 +206,8 @@ class CpuLibrary:
     ) -> torch.Tensor:
         """Norm the heads of q and k if asked, rotate them, write K and V to the cache; returns q [M, H*D].
 
-        qkv [M, (H + 2 KV) * D]; positions, slots int32 [M], slot = physical page * 64 + offset; kv_layer [2, pages,
-        KV * D * 64] float32 or bfloat16. NormOrder, PointwiseOrder.
+        qkv [M, (H + 2 KV) * D]; positions, slots int32 [M], slot = physical page * 64 + offset. NormOrder,
+        PointwiseOrder.
         """
         rows, heads, kv_heads, width = qkv.shape[0], shape.num_heads, shape.num_kv_heads, shape.head_dim
         assert qkv.shape[1] == (heads + 2 * kv_heads) * width and qkv.is_contiguous(), list(qkv.shape)
@@ -222,18 +229,13 @@ class CpuLibrary:
         self,
         q: torch.Tensor,
         kv_layer: torch.Tensor,
-        query_starts: torch.Tensor,
-        start_positions: torch.Tensor,
-        page_tables: torch.Tensor,
+        inputs: AttentionInputs,
         shape: AttentionShape,
         scale: float,
         schedule: str = "auto",
     ) -> torch.Tensor:
-        """Causal attention of q [M, H*D] over paged K and V -> [M, H*D] (AttentionOrder).
-
-        Rows query_starts[b] .. query_starts[b + 1] (int32 [B + 1]) belong to request b, the first of them at position
-        start_positions[b] (int32 [B]); page_tables int32 [B, pages]; kv_layer as in `rope_and_cache`.
-        """
+        """Causal attention of q [M, H*D] over paged K and V -> [M, H*D] (AttentionOrder)."""
+        query_starts, start_positions, page_tables = inputs.query_starts, inputs.start_positions, inputs.page_tables
         num_requests, num_tables = page_tables.shape
         width = shape.num_heads * shape.head_dim
         assert q.shape[1] == width and q.is_contiguous(), f"q {list(q.shape)}, strides {q.stride()}"
@@ -293,6 +295,16 @@ class CpuLibrary:
         if token < 0:
             raise MemoryError("no memory to draw a token")
         return token
+
+    def top_rows(self, logits: torch.Tensor, n: int) -> torch.Tensor:
+        """`top_logits` of each row of [R, V], int32 [R, n]."""
+        return torch.stack([self.top_logits(row, n) for row in logits])
+
+    def sample_rows(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """`sample` of each row of [R, V], int32 [R]."""
+        settings = zip(*(getattr(draws, spec.name).tolist() for spec in fields(draws)), strict=True)
+        drawn = [self.sample(row, *of_row) for row, of_row in zip(logits, settings, strict=True)]
+        return torch.tensor(drawn, dtype=torch.int32)
 
     def gumbel_from_word(self, word: int) -> float:
         """The sampling noise that a 64-bit hash stands for."""
