@@ -257,14 +257,24 @@ def sample(
     with np.errstate(over="ignore", invalid="ignore"):
         z = (values - values[0]) / temperature
         weights = exp32(z.astype(np.float32))
-    before = np.zeros(ids.size)
-    total = 0.0
-    for i, weight in enumerate(weights.tolist()):  # REDUCTION ORDER: see SamplingOrder
-        before[i] = total
-        total = total + weight
+    before, total = _weights_before(order, weights)
     kept = weights.astype(np.float64) >= min_p
     if top_p < 1.0:
         kept &= before < top_p * total
     scores = np.where(kept, z + gumbel(seed, position, ids), -np.inf)
     best = kept & (scores == scores.max())
     return int(ids[best].min())
+
+
+def _weights_before(order: SamplingOrder, weights: Float32) -> tuple[Float64, float]:
+    """(sum of the weights before each token, sum of all), by the Order's `weight_sum`."""
+    assert order.weight_sum in ("float64-chain", "int64-2^40"), f"unknown weight_sum in {order}"
+    if order.weight_sum == "float64-chain":
+        before, total = np.zeros(weights.size), 0.0
+        for i, weight in enumerate(weights.tolist()):  # REDUCTION ORDER: see SamplingOrder
+            before[i] = total
+            total = total + weight
+        return before, total
+    counts = np.where(np.isnan(weights), np.float32(0), weights * np.float32(2.0**40)).astype(np.int64)
+    sums = np.cumsum(counts)  # REDUCTION ORDER: see SamplingOrder (integers: it has none)
+    return (sums - counts).astype(np.float64), float(sums[-1])
