@@ -75,7 +75,7 @@ def run(batch: Batch, pieces: Sequence[tuple[int, int, int]], schedule: MlaSched
     q, arrays = batch.arrays(pieces)
     plan = mla_plan(arrays[0], arrays[1], q.shape[1], batch.order, schedule.rows, 8, walk)
     workspace = MlaWorkspace(q.device, batch.order.value_dim)
-    workspace.reserve(plan.partial_rows)
+    workspace.reserve(plan.partial_rows, 8)
     tables = upload_plan(plan, *arrays, q.device)
     return mla_attention(q, batch.layer, tables, batch.order, SCALE, schedule, workspace)
 

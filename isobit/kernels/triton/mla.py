@@ -25,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LOG2_E = math.log2(math.e)
+_FOLDED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +42,49 @@ class MlaSchedule:
 _REFERENCE = MlaSchedule("reference", "triton", 16, 4)
 _TRITON = (
     MlaSchedule("triton-16", "triton", 16, 4, 2),
-    MlaSchedule("triton-32", "triton", 32, 4, 2),
     MlaSchedule("triton-64", "triton", 64, 8, 2),
 )
+_WGMMA = MlaSchedule("wgmma-64", "wgmma", 64, 4)
 
 
 def mla_schedules(order: MmaAttentionOrder) -> tuple[MlaSchedule, ...]:
     """The schedules offered for an Order. Raises ValueError for an Order that no kernel here computes."""
     _check_order(order)
+    rope = order.head_dim - order.value_dim
+    pairs = order.kv_split_size % (2 * order.kv_block) == 0
+    if order.value_dim in (128, 256, 512) and rope == order.kv_block == 64 and pairs:
+        return (*_TRITON, _WGMMA)
     return _TRITON
 
 
 class MlaWorkspace:
-    """Scratch of one stream: the results of splits that wait to be merged. Owned by the caller, grown by `reserve`."""
+    """Scratch of one stream: the results of splits that wait to be merged. Owned by the caller, grown by `reserve`.
+
+    `partial_*`: of splits that are items of their own; `folded`: of the splits that a program has walked so far, one
+    tile a program.
+    """
 
     def __init__(self, device: torch.device, latent: int) -> None:
         self.device, self.latent = device, latent
-        self.partial_ml = torch.empty(0, device=device)
-        self.partial_o = torch.empty(0, device=device)
+        self.partial_ml, self.partial_o, self.folded = (torch.empty(0, device=device) for _ in range(3))
 
-    def reserve(self, partial_rows: int) -> None:
-        """Room for `partial_rows` rows; call it before a capture, never inside one."""
+    def reserve(self, partial_rows: int, num_programs: int) -> None:
+        """Room for `partial_rows` rows and `num_programs` programs; call it before a capture, never inside one."""
         if self.partial_ml.numel() < 2 * partial_rows:
             self.partial_ml = torch.empty(2 * partial_rows, device=self.device)
             self.partial_o = torch.empty(partial_rows * self.latent, device=self.device)
+        if self.folded.numel() < num_programs * _FOLDED_ROWS * self.latent:
+            self.folded = torch.empty(num_programs * _FOLDED_ROWS * self.latent, device=self.device)
+
+    def check(self, tables: MlaTables) -> None:
+        """Raises ValueError unless there is room for a plan."""
+        programs = len(tables.programs) - 1
+        short = self.folded.numel() < programs * _FOLDED_ROWS * self.latent
+        if short or self.partial_ml.numel() < 2 * tables.partial_rows:
+            raise ValueError(
+                f"the workspace lacks room for {tables.partial_rows} partial rows and {programs} programs: "
+                "call reserve() before the step"
+            )
 
 
 def _check_order(order: MmaAttentionOrder) -> None:
@@ -107,8 +127,7 @@ def mla_attention(
     _check(q, latent_layer, order)
     if tables.rows_per_tile != schedule.rows:
         raise ValueError(f"the plan has tiles of {tables.rows_per_tile} rows, schedule {schedule.name} needs another")
-    if workspace.partial_ml.numel() < 2 * tables.partial_rows:
-        raise ValueError(f"the workspace lacks room for {tables.partial_rows} partial rows: call reserve first")
+    workspace.check(tables)
     if out is None:
         out = torch.empty((*q.shape[:2], order.value_dim), dtype=q.dtype, device=q.device)
     _launch_items(q, latent_layer, out, tables, order, scale, schedule, workspace)
@@ -130,6 +149,9 @@ def _launch_items(
     schedule: MlaSchedule,
     workspace: MlaWorkspace,
 ) -> None:
+    if schedule.kernel == "wgmma":
+        _launch_wgmma(q, latent_layer, out, tables, order, scale, workspace)
+        return
     rope = order.head_dim - order.value_dim
     item_kernel[(len(tables.items),)](
         q, latent_layer, out, tables.items, workspace.partial_ml, workspace.partial_o, tables.query_starts,
@@ -137,6 +159,32 @@ def _launch_items(
         order.value_dim, rope, ROWS=schedule.rows, LATENT=triton.next_power_of_2(order.value_dim), ROPE=rope,
         PAGE=order.kv_block, SPLIT=order.kv_split_size, num_warps=schedule.num_warps,
         num_stages=schedule.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_wgmma(
+    q: torch.Tensor,
+    latent_layer: torch.Tensor,
+    out: torch.Tensor,
+    tables: MlaTables,
+    order: MmaAttentionOrder,
+    scale: float,
+    workspace: MlaWorkspace,
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from isobit.kernels.triton.mla_wgmma import wgmma_kernel
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    rows, pages = q.view(-1, order.head_dim), latent_layer.view(-1, order.head_dim)
+    half, rope = [64, order.value_dim // 2], [64, order.head_dim - order.value_dim]
+    wgmma_kernel[(len(tables.programs) - 1,)](
+        TensorDescriptor.from_tensor(rows, half, layout), TensorDescriptor.from_tensor(rows, rope, layout),
+        TensorDescriptor.from_tensor(pages, half, layout), TensorDescriptor.from_tensor(pages, rope, layout),
+        out, workspace.folded, workspace.partial_ml, workspace.partial_o, tables.items, tables.programs,
+        tables.query_starts, tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1],
+        scale * _LOG2_E, PAGE=order.kv_block, SPLIT=order.kv_split_size, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -153,4 +201,5 @@ def reference_mla(
     plan = mla_plan(query_starts, start_positions, q.shape[1], order, _REFERENCE.rows, 1, walk=True)
     tables = upload_plan(plan, query_starts, start_positions, page_tables, q.device)
     workspace = MlaWorkspace(q.device, order.value_dim)
+    workspace.reserve(0, 1)
     return mla_attention(q, latent_layer, tables, order, scale, _REFERENCE, workspace)

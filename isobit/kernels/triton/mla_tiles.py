@@ -104,19 +104,20 @@ def item_kernel(q, latents, out, items, partial_ml, partial_o, query_starts, sta
     blocks = last // PAGE + 1
     per_split: tl.constexpr = SPLIT // PAGE
     table = page_tables + request.to(tl.int64) * table_width
-    first = split * per_split
-    end = tl.minimum(first + per_split, blocks)
-    middle = tl.maximum(first, tl.minimum(open_blocks, end))
-    m, l, o = _walk_split(q_latent, q_rope, latents, table, first, middle, end, last, scale, limits, latent, rope,
-                          LATENT, ROPE, PAGE)  # fmt: skip
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    o = tl.zeros((ROWS, LATENT), tl.float32)
     # REDUCTION ORDER: see MmaAttentionOrder
-    for next_split in tl.range(split + 1, end_split, num_stages=1):
-        first = next_split * per_split
+    for part in tl.range(split, end_split, num_stages=1):
+        first = part * per_split
         end = tl.minimum(first + per_split, blocks)
         middle = tl.maximum(first, tl.minimum(open_blocks, end))
         m_next, l_next, o_next = _walk_split(q_latent, q_rope, latents, table, first, middle, end, last, scale, limits,
                                              latent, rope, LATENT, ROPE, PAGE)  # fmt: skip
-        m, l, o = _merge(m, l, o, m_next, l_next, o_next)
+        if part == split:
+            m, l, o = m_next, l_next, o_next
+        else:
+            m, l, o = _merge(m, l, o, m_next, l_next, o_next)
     inside = valid[:, None] & (d < latent)[None, :]
     if partial < 0:
         result = tl.div_rn(o, tl.broadcast_to(l[:, None], (ROWS, LATENT)))
