@@ -35,23 +35,26 @@ from isobit.kernels.triton.top import SHORT_LIST, top_logits
 from isobit.kernels.triton.vocabulary import row_maxima, row_maximum
 from isobit.order import SamplingOrder
 
-__all__ = ["sample"]
+__all__ = ["DrawPlan", "plan_draws", "sample", "sample_planned"]
 
 _TILE = 1024  # tokens whose noise is made together; where none is kept, none is made
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """`settings` int64 [R, 8] (`threshold.py`) of the rows, those that are free first, then short, then long."""
+class DrawPlan:
+    """Which way each row takes: `settings` int64 [R, 8] on the device (`threshold.py`), free rows first, then short,
+    then long. The other fields are the host's; a captured step can be replayed with other settings of the same fields.
+    """
 
-    settings: npt.NDArray[np.int64]
+    settings: torch.Tensor
     num_free: int
     num_short: int
     any_top_k: bool  # among the long
     any_top_p: bool
 
 
-def _choose_ways(draws: Draws, vocab_size: int) -> _Ways:
+def plan_draws(draws: Draws, vocab_size: int, device: torch.device) -> DrawPlan:
+    """Sort the rows of `draws` by way and upload their settings: the only copy, and it is to the device."""
     limited = (draws.top_k > 0) & (draws.top_k < vocab_size)
     nucleus = draws.top_p < 1.0
     is_short = limited & (draws.top_k <= SHORT_LIST)
@@ -64,10 +67,11 @@ def _choose_ways(draws: Draws, vocab_size: int) -> _Ways:
     )  # fmt: skip
     settings = np.zeros((limited.size, SETTINGS), np.int64)
     for i, column in enumerate(columns):
-        settings[:, i] = column.astype(column.dtype.newbyteorder("="), copy=False).view(np.int64)
+        settings[:, i] = np.ascontiguousarray(column).view(np.int64)
     ways = np.argsort(is_short + 2 * is_long, kind="stable")
-    return _Ways(
-        settings[ways], int((~is_short & ~is_long).sum()), int(is_short.sum()),
+    return DrawPlan(
+        torch.from_numpy(settings[ways]).to(device, non_blocking=True),
+        int((~is_short & ~is_long).sum()), int(is_short.sum()),
         bool((limited & is_long).any()), bool((nucleus & is_long).any()),
     )  # fmt: skip
 
@@ -131,8 +135,7 @@ def _draw_blocks_kernel(  # type: ignore[no-untyped-def]
         no_top_p = setting64(settings, slot, 3) >= 1.0
         value_p, limit_p, before_p = _sum_before(weight_state, weight_sums, slot, block, num_blocks, BLOCKS)
         weight_p = key_weight(value_p, most, temperature)
-    best_score, best_id = most.to(tl.float64) * 0.0 - float("inf"), block * BLOCK
-    best_score = tl.where(best_score == best_score, best_score, float("-inf"))
+    best_score, best_id = tl.full([], float("-inf"), tl.float64), block * BLOCK
     for start in range(0, BLOCK, TILE):
         ids = block * BLOCK + start + tl.arange(0, TILE)
         inside = ids < vocab_size
@@ -192,7 +195,12 @@ def _draw_short_kernel(logits, top, settings, tokens, row_stride, count, TOP: tl
 
 
 def sample(logits: torch.Tensor, draws: Draws, order: SamplingOrder) -> torch.Tensor:
-    """Tokens int32 [R] drawn from adjusted logits float32 [R, V]; `draws` has one entry a row, on the host.
+    """`sample_planned` of `draws`, which has one entry a row, on the host."""
+    return sample_planned(logits, plan_draws(draws, logits.shape[1], logits.device), order)
+
+
+def sample_planned(logits: torch.Tensor, plan: DrawPlan, order: SamplingOrder) -> torch.Tensor:
+    """Tokens int32 [R] drawn from adjusted logits float32 [R, V]; nothing is read back.
 
     top_k <= 0, top_p >= 1 and min_p 0 filter nothing. NaN and -inf are never drawn; where nothing can be drawn (the
     maximum is not finite) the answer is the argmax. Raises ValueError for another shape, dtype or Order.
@@ -200,14 +208,10 @@ def sample(logits: torch.Tensor, draws: Draws, order: SamplingOrder) -> torch.Te
     num_rows, vocab_size = logits.shape
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or vocab_size != order.vocab_size:
         raise ValueError(f"sample from {logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}, under {order}")
-    if order.weight_sum != "int64-2^40" or draws.temperature.shape != (num_rows,):
-        raise ValueError(f"{num_rows} rows, {draws.temperature.size} draws, {order}: weight_sum must be int64-2^40")
+    if order.weight_sum != "int64-2^40" or len(plan.settings) != num_rows:
+        raise ValueError(f"{num_rows} rows, {len(plan.settings)} draws, {order}: weight_sum must be int64-2^40")
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if not num_rows:
-        return tokens
-    ways = _choose_ways(draws, vocab_size)
-    settings = torch.from_numpy(ways.settings).to(logits.device, non_blocking=True)
-    free, short, long = settings.tensor_split([ways.num_free, ways.num_free + ways.num_short])
+    free, short, long = plan.settings.tensor_split([plan.num_free, plan.num_free + plan.num_short])
     if len(short):
         chosen = logits if len(short) == num_rows else logits.index_select(0, short[:, 0])
         _draw_short(logits, top_logits(chosen, min(SHORT_LIST, vocab_size)), short, tokens)
@@ -217,8 +221,8 @@ def sample(logits: torch.Tensor, draws: Draws, order: SamplingOrder) -> torch.Te
             _draw_blocks(Rows(logits, maxima, free), None, None, tokens)
         if len(long):
             rows = Rows(logits, maxima, long)
-            counted = find_threshold(rows, by_weight=False, counted=None) if ways.any_top_k else None
-            weighed = find_threshold(rows, by_weight=True, counted=counted) if ways.any_top_p else None
+            counted = find_threshold(rows, by_weight=False, counted=None) if plan.any_top_k else None
+            weighed = find_threshold(rows, by_weight=True, counted=counted) if plan.any_top_p else None
             _draw_blocks(rows, counted, weighed, tokens)
     return tokens
 
@@ -240,7 +244,7 @@ def _draw_blocks(rows: Rows, counted: Threshold | None, weighed: Threshold | Non
         rows.logits, rows.maxima, rows.settings, by_count.state, by_count.sums, by_weight.state, by_weight.sums,
         scores, ids, rows.logits.stride(0), rows.logits.shape[1], num_blocks,
         BLOCK=BLOCK, TILE=_TILE, BLOCKS=blocks, TOP_K=counted is not None, TOP_P=weighed is not None,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     _best_block_kernel[(num_rows,)](
         scores, ids, rows.settings, tokens, num_blocks, blocks, num_warps=1, enable_fp_fusion=False

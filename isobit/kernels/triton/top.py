@@ -41,7 +41,7 @@ def _chunk_maxima_kernel(logits, maxima, row_stride, vocab_size, num_chunks, CHU
     tl.store(maxima + row * num_chunks + chunk, tl.max(sortable(x), axis=1), mask=chunk < num_chunks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _top_kernel(  # type: ignore[no-untyped-def]
     logits, maxima, ids, row_stride, vocab_size, num_chunks, n,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TOP: tl.constexpr,
