@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import tests.interpreter  # noqa: E402, F401  (rounds as the device does)
+import tests.interpreter  # noqa: F401  (rounds as the device does)
 from isobit.kernels.interface import Draws
 from isobit.kernels.probe_data import floats
 from isobit.kernels.reference import ops

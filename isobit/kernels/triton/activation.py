@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _embedding_kernel(weight, ids, out, num_ids, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _embedding_kernel(weight, ids, out, num_ids, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids + row).to(tl.int64)

@@ -1,6 +1,6 @@
 """exp32, log64 and the sampler's noise inside Triton kernels: byte for byte those of `kernels/reference/math.py`.
 
-Multiplications, additions, fma, IEEE division and integer bit moves only, so no library's `exp` or `log` can move a bit.
+Multiplications, additions, fma, IEEE division and integer bit moves only: no library's `exp` or `log` can move a bit.
 Kernels that use them must be launched with `enable_fp_fusion=False`. Knows no tensors' shapes. Invariant: equal to the
 reference on everything but subnormals, which this device class keeps and the CPU's flushes to zero.
 """
@@ -19,12 +19,12 @@ ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtr
 
 
 @triton.constexpr_function
-def _log2(n):  # type: ignore[no-untyped-def]
+def _log2(n):
     return n.bit_length() - 1
 
 
 @triton.jit
-def add_halves(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_halves(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
     """lanes [ROWS, LANES] -> [ROWS]: a[i] += a[i + LANES/2], then a quarter, ...
 
     Every sum is over an axis of two, so where its operands lie (registers, lanes, warps) cannot matter.
@@ -35,7 +35,7 @@ def add_halves(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def exp32(x):  # type: ignore[no-untyped-def]
+def exp32(x):
     """e^x for float32 x <= 88; +0 below -87.33."""
     clamped = tl.maximum(x, -87.33, propagate_nan=tl.PropagateNan.ALL)
     shifted = clamped * 1.44269504 + ROUNDER
@@ -54,7 +54,7 @@ def exp32(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def log64(x):  # type: ignore[no-untyped-def]
+def log64(x):
     """Natural logarithm of a positive normal float64; NaN of NaN."""
     bits = x.to(tl.int64, bitcast=True)
     fraction = bits & 0xFFFFFFFFFFFFF
@@ -77,7 +77,7 @@ def log64(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix64(z):  # type: ignore[no-untyped-def]
+def _mix64(z):
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     z = (z ^ (z >> 30)) * MIX_1
     z = (z ^ (z >> 27)) * MIX_2
@@ -85,13 +85,13 @@ def _mix64(z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def noise_key(seed, position):  # type: ignore[no-untyped-def]
+def noise_key(seed, position):
     """uint64 key of (seed, absolute position), both uint64."""
     return _mix64(_mix64(seed + GOLDEN) + position * GOLDEN)
 
 
 @triton.jit
-def gumbel(key, ids):  # type: ignore[no-untyped-def]
+def gumbel(key, ids):
     """Standard Gumbel noise, float64, of token ids (int32) under a `noise_key`."""
     word = _mix64(key + (ids.to(tl.uint64) + 1) * GOLDEN)
     # u = (upper 52 bits + 1/2) / 2^52; or-ing in the exponent of 2^52 makes an integer a float64 without a conversion
@@ -101,7 +101,7 @@ def gumbel(key, ids):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sortable(x):  # type: ignore[no-untyped-def]
+def sortable(x):
     """int32 that sort as float32 values do: -0 equals +0, NaN is below -inf and has one form."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)

@@ -20,7 +20,7 @@ _MAX_WIDTH = 32768
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     values, weights = (), ()

@@ -1,8 +1,8 @@
 """Head norms, rotary embedding and the write to the KV cache on NVIDIA GPUs, in one launch over q, k and v.
 
 A program takes a few heads of one kind (q, k or v) of one row. RMSNorm of a head (NormOrder) and the rotation
-(PointwiseOrder: two products and a sum, all rounded) stay in float32; the result is rounded once, when written. Does not
-know attention or requests. Invariant: a head's output depends on that head, its position and the weights alone.
+(PointwiseOrder: two products and a sum, all rounded) stay in float32; the result is rounded once, when written. Does
+not know attention or requests. Invariant: a head's output depends on that head, its position and the weights alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADS = 8  # of one program: with 128 features of 2 bytes, 2 KB
 
 
 @triton.jit
-def _head_factor(x, head, mask, eps, D: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _head_factor(x, head, mask, eps, D: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr):
     """1 / sqrt(mean square + eps) of each head, [HEADS, 1]."""
     lane = tl.arange(0, LANES)
     chain = tl.zeros([HEADS, LANES], tl.float32)
@@ -35,7 +35,7 @@ def _head_factor(x, head, mask, eps, D: tl.constexpr, HEADS: tl.constexpr, LANES
 
 
 @triton.jit
-def _load_features(x, head, mask, features, inside, factor, weight, D: tl.constexpr, HAS_NORM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_features(x, head, mask, features, inside, factor, weight, D: tl.constexpr, HAS_NORM: tl.constexpr):
     """Chosen features of every head as float32, normed: [HEADS, features]."""
     value = tl.load(x + head[:, None] * D + features[None, :], mask=mask[:, None] & inside[None, :], other=0.0)
     value = value.to(tl.float32)
@@ -45,7 +45,7 @@ def _load_features(x, head, mask, features, inside, factor, weight, D: tl.conste
 
 
 @triton.jit
-def _rotate_and_store(  # type: ignore[no-untyped-def]
+def _rotate_and_store(
     x, out, head_stride, head, mask, cos, sin, weight, eps,
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr, LANES: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -79,7 +79,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
+def _rope_and_cache_kernel(
     qkv, positions, slots, cos, sin, q_norm, k_norm, q_out, kv_layer,
     row_stride, num_heads, num_kv_heads, page_size, plane_stride, eps,
     D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -165,7 +165,9 @@ def _check(
     if qkv.shape[1] != width or qkv.stride(1) != 1:
         raise ValueError(f"qkv {tuple(qkv.shape)}, strides {qkv.stride()}: expected rows of {width} for {shape}")
     if kv_layer.shape[2::2] != (shape.num_kv_heads, shape.head_dim) or not kv_layer.is_contiguous():
-        raise ValueError(f"kv_layer {tuple(kv_layer.shape)}: expected contiguous [2, pages, KV, page_size, D] of {shape}")
+        raise ValueError(
+            f"kv_layer {tuple(kv_layer.shape)}: expected contiguous [2, pages, KV, page_size, D] of {shape}"
+        )
     if kv_layer.dtype != qkv.dtype:
         raise ValueError(f"qkv is {qkv.dtype} and the KV cache {kv_layer.dtype}: they must be equal")
     if not 0 < rotary_dim <= shape.head_dim or norm.width != shape.head_dim:

@@ -1,7 +1,7 @@
 """Drawing tokens from rows of logits on NVIDIA GPUs: SamplingOrder, with sums that are exact integers.
 
 The host knows every row's settings, so it says which of three ways a row takes; nothing comes back from the device:
-`free` rows have no filter but min_p and are read once; `short` rows keep at most 64 tokens by top_k and need only these;
+`free` rows have no filter but min_p and are read once; `short` rows keep at most 64 tokens by top_k and need no others;
 `long` rows find the last kept value by a search (`threshold.py`), never by a sort. Does not know penalties or requests.
 Invariant: a row's token is a function of the row and its settings; the way it takes cannot move it.
 """
@@ -77,13 +77,13 @@ def plan_draws(draws: Draws, vocab_size: int, device: torch.device) -> DrawPlan:
 
 
 @triton.jit
-def _row_key(settings, slot):  # type: ignore[no-untyped-def]
+def _row_key(settings, slot):
     seed, position = setting(settings, slot, 5), setting(settings, slot, 6)
     return noise_key(seed.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True))
 
 
 @triton.jit
-def _scores(x, ids, kept, most, temperature, key):  # type: ignore[no-untyped-def]
+def _scores(x, ids, kept, most, temperature, key):
     """z + noise of kept tokens, else -inf. Where the maximum is not finite, the values: their argmax is the answer."""
     z = (x.to(tl.float64) - most.to(tl.float64)) / temperature
     score = tl.where(most - most == 0.0, z + gumbel(key, ids), x.to(tl.float64))
@@ -91,14 +91,14 @@ def _scores(x, ids, kept, most, temperature, key):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _best(scores, ids):  # type: ignore[no-untyped-def]
+def _best(scores, ids):
     """(largest score, lowest id that has it)."""
     most = tl.max(scores, axis=0)
     return most, tl.min(tl.where(scores == most, ids, 2147483647), axis=0)
 
 
 @triton.jit
-def _sum_before(state, sums, slot, block, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_before(state, sums, slot, block, num_blocks, BLOCKS: tl.constexpr):
     """(threshold's value, its limit, sum before its first tie in this block)."""
     value = tl.load(state + slot * 4)
     limit = tl.load(state + slot * 4 + 2).to(tl.float64, bitcast=True)
@@ -108,7 +108,7 @@ def _sum_before(state, sums, slot, block, num_blocks, BLOCKS: tl.constexpr):  # 
 
 
 @triton.jit
-def _within(key, inside, value, limit, before, weight):  # type: ignore[no-untyped-def]
+def _within(key, inside, value, limit, before, weight):
     """(which tokens a threshold keeps, sum before the next tie); `before` is that before the first tie of these."""
     tie = inside & (key == value)
     ranks = tl.cumsum(tie.to(tl.int64), axis=0)
@@ -117,7 +117,7 @@ def _within(key, inside, value, limit, before, weight):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _draw_blocks_kernel(  # type: ignore[no-untyped-def]
+def _draw_blocks_kernel(
     logits, maxima, settings, count_state, count_sums, weight_state, weight_sums, best_scores, best_ids,
     row_stride, vocab_size, num_blocks,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
@@ -160,7 +160,7 @@ def _draw_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _best_block_kernel(best_scores, best_ids, settings, tokens, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _best_block_kernel(best_scores, best_ids, settings, tokens, num_blocks, BLOCKS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
     inside = index < num_blocks
@@ -170,7 +170,7 @@ def _best_block_kernel(best_scores, best_ids, settings, tokens, num_blocks, BLOC
 
 
 @triton.jit
-def _draw_short_kernel(logits, top, settings, tokens, row_stride, count, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _draw_short_kernel(logits, top, settings, tokens, row_stride, count, TOP: tl.constexpr):
     """Token of a row that keeps at most `count` tokens, listed in `top` by (value descending, id ascending)."""
     slot = tl.program_id(0).to(tl.int64)
     row = setting(settings, slot, 0)

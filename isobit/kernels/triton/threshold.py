@@ -49,42 +49,42 @@ class Threshold:
 
 
 @triton.jit
-def setting(settings, slot, column: tl.constexpr):  # type: ignore[no-untyped-def]
+def setting(settings, slot, column: tl.constexpr):
     return tl.load(settings + slot * WIDTH + column)
 
 
 @triton.jit
-def setting64(settings, slot, column: tl.constexpr):  # type: ignore[no-untyped-def]
+def setting64(settings, slot, column: tl.constexpr):
     return tl.load(settings + slot * WIDTH + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def value_keys(x):  # type: ignore[no-untyped-def]
+def value_keys(x):
     """uint32 that sort as values do."""
     return sortable(x).to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
 @triton.jit
-def _value_of(key):  # type: ignore[no-untyped-def]
+def _value_of(key):
     bits = (key.to(tl.uint32) ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def soft_weights(x, most, temperature):  # type: ignore[no-untyped-def]
+def soft_weights(x, most, temperature):
     """exp32(float32((x - most) / temperature)), and that as a whole number of 2^-40, int64 (0 for NaN)."""
     weight = exp32(((x.to(tl.float64) - most.to(tl.float64)) / temperature).to(tl.float32))
     return weight, tl.where(weight == weight, weight * 1099511627776.0, 0.0).to(tl.int64)
 
 
 @triton.jit
-def key_weight(key, most, temperature):  # type: ignore[no-untyped-def]
+def key_weight(key, most, temperature):
     """The int64 weight of a token whose value has this key."""
     return soft_weights(_value_of(key), most, temperature)[1]
 
 
 @triton.jit
-def _narrow(  # type: ignore[no-untyped-def]
+def _narrow(
     state, sums, slot, num_blocks, is_first, start_limit, excess, BLOCKS: tl.constexpr, BY_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """(value, sum above, limit, sum of ties) after the pass that wrote `sums`, from the state before it."""
@@ -106,7 +106,7 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["step"])
-def _search_kernel(  # type: ignore[no-untyped-def]
+def _search_kernel(
     logits, maxima, settings, state, sums, counted, row_stride, vocab_size, num_rows, num_blocks, step,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_WEIGHT: tl.constexpr, TOP_K: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip

@@ -22,18 +22,18 @@ TAKEN: tl.constexpr = tl.constexpr(-9223372036854775808)
 
 
 @triton.jit
-def _keys(values, ids, inside):  # type: ignore[no-untyped-def]
+def _keys(values, ids, inside):
     """int64 that sort by (value, -id), values as `sortable` gives them; entries outside come last."""
     return tl.where(inside, (values.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64), TAKEN)
 
 
 @triton.jit
-def _key_id(keys):  # type: ignore[no-untyped-def]
+def _key_id(keys):
     return 2147483647 - (keys & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _chunk_maxima_kernel(logits, maxima, row_stride, vocab_size, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chunk_maxima_kernel(logits, maxima, row_stride, vocab_size, num_chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -42,7 +42,7 @@ def _chunk_maxima_kernel(logits, maxima, row_stride, vocab_size, num_chunks, CHU
 
 
 @triton.jit(do_not_specialize=["n"])
-def _top_kernel(  # type: ignore[no-untyped-def]
+def _top_kernel(
     logits, maxima, ids, row_stride, vocab_size, num_chunks, n,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _top_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _keys_kernel(logits, keys, row_stride, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keys_kernel(logits, keys, row_stride, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab_size

@@ -20,7 +20,9 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _block_maxima_kernel(logits, maxima, row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr, KEEP_NAN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _block_maxima_kernel(
+    logits, maxima, row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr, KEEP_NAN: tl.constexpr
+):
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +34,7 @@ def _block_maxima_kernel(logits, maxima, row_stride, vocab_size, num_blocks, BLO
 
 
 @triton.jit
-def row_maximum(maxima, row, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_maximum(maxima, row, num_blocks, BLOCKS: tl.constexpr):
     """Maximum of a row of `maxima`, its zero positive; NaN if one of them is."""
     index = tl.arange(0, BLOCKS)
     found = tl.load(maxima + row * num_blocks + index, mask=index < num_blocks, other=float("-inf"))
@@ -41,7 +43,7 @@ def row_maximum(maxima, row, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _block_sums_kernel(  # type: ignore[no-untyped-def]
+def _block_sums_kernel(
     logits, maxima, sums, row_stride, vocab_size, num_blocks,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +65,7 @@ def _block_sums_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_blocks_kernel(maxima, sums, out_maxima, out_lse, num_blocks, BLOCKS: tl.constexpr, UNROLL: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_blocks_kernel(maxima, sums, out_maxima, out_lse, num_blocks, BLOCKS: tl.constexpr, UNROLL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     most = row_maximum(maxima, row, num_blocks, BLOCKS)
     total = 0.0
@@ -124,7 +126,7 @@ def logprobs(logits: torch.Tensor, order: LogprobsOrder) -> tuple[torch.Tensor, 
 
 
 @triton.jit
-def _block_best_kernel(logits, best, broken, row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _block_best_kernel(logits, best, broken, row_stride, vocab_size, num_blocks, BLOCK: tl.constexpr):
     """Best entry of a block as (value, -id) in an int64, and whether any is NaN or infinite."""
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -140,7 +142,7 @@ def _block_best_kernel(logits, best, broken, row_stride, vocab_size, num_blocks,
 
 
 @triton.jit
-def _best_of_blocks_kernel(best, broken, ids, finite, num_blocks, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _best_of_blocks_kernel(best, broken, ids, finite, num_blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
     inside = index < num_blocks
