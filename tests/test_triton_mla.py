@@ -139,7 +139,8 @@ def test_a_plan_covers_every_row_and_split_once(walk: bool | None) -> None:
             parts = sorted(seen[request, row // rows * rows])
             tile_end = min(row // rows * rows + rows, count * heads) - 1
             splits = (first[request] + tile_end // heads) // 128 + 1
-            assert [split for split, _, _ in parts] == [0, *(end for _, end, _ in parts[:-1])] and parts[-1][1] == splits
+            assert [split for split, _, _ in parts] == [0, *(end for _, end, _ in parts[:-1])]
+            assert parts[-1][1] == splits
             entry = merged.pop(int(starts[request]) * heads + row, None)
             if len(parts) == 1:
                 assert entry is None and parts[0][2] == -1

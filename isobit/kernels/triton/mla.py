@@ -184,7 +184,8 @@ def _launch_wgmma(
         TensorDescriptor.from_tensor(pages, half, layout), TensorDescriptor.from_tensor(pages, rope, layout),
         out, workspace.folded, workspace.partial_ml, workspace.partial_o, tables.items, tables.programs,
         tables.query_starts, tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1],
-        scale * _LOG2_E, PAGE=order.kv_block, SPLIT=order.kv_split_size, num_warps=4, enable_fp_fusion=False,
+        scale * _LOG2_E, order.kv_split_size // order.kv_block, PAGE=order.kv_block, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

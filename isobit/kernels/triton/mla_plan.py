@@ -128,11 +128,13 @@ def _merges(
 def upload_plan(
     plan: MlaPlan, query_starts: Int32, start_positions: Int32, page_tables: Int32, device: torch.device
 ) -> MlaTables:
-    """The plan and the batch as tensors on `device`, in one copy."""
+    """The plan and the batch as tensors on `device`, in one copy; each starts at a multiple of 16 bytes, for a pointer
+    that is aligned in one step and not in the next would compile a kernel twice."""
     arrays = (plan.items, plan.programs, plan.merges, query_starts, start_positions, page_tables)
-    flat = torch.from_numpy(np.concatenate([np.ascontiguousarray(a, np.int32).ravel() for a in arrays])).to(device)
-    ends = np.cumsum([a.size for a in arrays]).tolist()
-    tensors = [
-        flat[end - a.size : end].view(a.shape) for a, end in zip(arrays, ends, strict=True)
-    ]  # fmt: skip
+    starts = np.cumsum([0, *(-(-a.size // 4) * 4 for a in arrays)]).tolist()
+    flat = np.zeros(starts[-1], np.int32)
+    for a, start in zip(arrays, starts, strict=False):
+        flat[start : start + a.size] = a.ravel()
+    on_device = torch.from_numpy(flat).to(device)
+    tensors = [on_device[start : start + a.size].view(a.shape) for a, start in zip(arrays, starts, strict=False)]
     return MlaTables(plan.rows_per_tile, plan.partial_rows, *tensors)

@@ -75,7 +75,7 @@ def _walk_split(q_latent, q_rope, latents, table, first, middle, end, last, scal
     return m, tl.max(l, 1), o  # the columns of l are equal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "num_heads"])
 def item_kernel(q, latents, out, items, partial_ml, partial_o, query_starts, start_positions, page_tables,
                 table_width, num_heads, scale, latent, rope,
                 ROWS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,

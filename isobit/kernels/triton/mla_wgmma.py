@@ -47,7 +47,7 @@ def _item(items, query_starts, start_positions, index, num_heads, per_split, PAG
 
 @gluon.jit
 def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers,
-           PAGE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+           per_split, PAGE: gl.constexpr):  # fmt: skip
     """The warp that brings q tiles and pages, each as soon as its place is free."""
     items, programs, query_starts, start_positions, page_tables, table_width, num_heads = batch
     q_left, q_right, q_tail = q_buffers
@@ -58,8 +58,8 @@ def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, ba
     odd_fills = 0  # of place 1, which an item with an odd number of blocks leaves out at its end
     count = 0
     for index in range(gl.load(programs + gl.program_id(0)), gl.load(programs + gl.program_id(0) + 1)):
-        request, q_row, first_row, rows, position, first, end, partial = _item(
-            items, query_starts, start_positions, index, num_heads, SPLIT // PAGE, PAGE)  # fmt: skip
+        request, q_row, first_row, _, _, first, end, _ = _item(
+            items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
         table = page_tables + request.to(gl.int64) * table_width
         page = gl.load(table + first)
         mbarrier.wait(barriers.index(_Q_FREE), (count & 1) ^ 1)
@@ -201,10 +201,29 @@ def _pair_odd(q_buffers, k_buffers, barriers, stats, ones, m, l, o, first_key, s
 
 
 @gluon.jit
+def _flat(o):
+    """[64, N] of an accumulator as a vector, in the order in which its threads hold it: 16 bytes each, side by side.
+
+    Registers hold columns c, c + 1 of rows r and r + 8, lanes 4 pairs of columns of 8 rows, warps 16 rows.
+    """
+    N: gl.constexpr = o.shape[1]
+    o = gl.permute(gl.reshape(o, [4, 2, 8, N // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
+    return gl.reshape(o, [64 * N])
+
+
+@gluon.jit
+def _tall(x, layout: gl.constexpr):
+    """The inverse of `_flat`."""
+    N: gl.constexpr = x.shape[0] // 64
+    x = gl.permute(gl.reshape(x, [4, N // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
+    return gl.convert_layout(gl.reshape(x, [64, N]), layout, assert_trivial=True)
+
+
+@gluon.jit
 def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones,
-            PAGE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+            per_split, PAGE: gl.constexpr):  # fmt: skip
     """Warpgroup WHO: its half of the features of every item of the program."""
-    items, programs, query_starts, start_positions, page_tables, table_width, num_heads = batch
+    items, programs, query_starts, start_positions, _, _, num_heads = batch
     out, folded, partial_ml, partial_o = outputs
     HALF: gl.constexpr = k_buffers[0].shape[2]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
@@ -214,13 +233,14 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
     W: gl.constexpr = gl.SliceLayout(1, O)
     column = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O))
     tile_row = gl.arange(0, 64, W)
-    fold = folded + gl.program_id(0) * (128 * HALF) + gl.expand_dims(tile_row * (2 * HALF), 1) + gl.expand_dims(column, 0)
+    FLAT: gl.constexpr = _flat(gl.zeros([64, HALF], gl.float32, O)).type.layout
+    fold = folded + (2 * gl.program_id(0) + WHO) * (64 * HALF) + gl.arange(0, 64 * HALF, FLAT)
     uses = 0
     odd_uses = 0
     count = 0
     for index in range(gl.load(programs + gl.program_id(0)), gl.load(programs + gl.program_id(0) + 1)):
-        request, q_row, first_row, rows, position, first, end, partial = _item(
-            items, query_starts, start_positions, index, num_heads, SPLIT // PAGE, PAGE)  # fmt: skip
+        _, q_row, first_row, rows, position, first, end, partial = _item(
+            items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
         limits = position + gl.minimum(first_row + gl.arange(0, 64, V), rows - 1) // num_heads
         open_end = position + first_row // num_heads + 1
         end_key = position + (gl.minimum(first_row + 64, rows) - 1) // num_heads + 1
@@ -230,8 +250,8 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
         mbarrier.wait(barriers.index(_Q_FULL), count & 1)
         count += 1
         # REDUCTION ORDER: see MmaAttentionOrder
-        for start in range(first, end, SPLIT // PAGE):
-            stop = gl.minimum(start + SPLIT // PAGE, end)
+        for start in range(first, end, per_split):
+            stop = gl.minimum(start + per_split, end)
             m = gl.full([64], float("-inf"), gl.float32, V)
             l8 = gl.zeros([64, 8], gl.float32, L)
             o = gl.zeros([64, HALF], gl.float32, O)
@@ -262,11 +282,11 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
                 m = m_new
                 alpha = gl.expand_dims(gl.convert_layout(alpha, W), 1)
                 beta = gl.expand_dims(gl.convert_layout(beta, W), 1)
-                o = gl.load(fold) * alpha + o * beta
+                o = _tall(gl.load(fold), O) * alpha + o * beta
             m_left = m
             l_left = l
             if stop < end:
-                gl.store(fold, o)
+                gl.store(fold, _flat(o))
         mbarrier.arrive(barriers.index(_Q_FREE), count=1)
         row = first_row + tile_row
         valid = gl.expand_dims(row < rows, 1)
@@ -286,10 +306,10 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
                 gl.store(partial_ml + 2 * slot + 1, l_left, mask=inside)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["table_width", "num_heads", "per_split"])
 def wgmma_kernel(q_half, q_rope, page_half, page_rope, out, folded, partial_ml, partial_o, items, programs,
-                 query_starts, start_positions, page_tables, table_width, num_heads, scale,
-                 PAGE: gl.constexpr, SPLIT: gl.constexpr):  # fmt: skip
+                 query_starts, start_positions, page_tables, table_width, num_heads, scale, per_split,
+                 PAGE: gl.constexpr):  # fmt: skip
     """Program p attends the items programs[p] .. programs[p + 1] of `mla_plan`. Four warps, and five more."""
     HALF: gl.constexpr = q_half.block_type.shape[1]
     ROPE: gl.constexpr = q_rope.block_type.shape[1]
@@ -313,7 +333,7 @@ def wgmma_kernel(q_half, q_rope, page_half, page_rope, out, folded, partial_ml, 
     q_buffers = (q_left, q_right, q_tail)
     k_buffers = (k_left, k_right, k_tail)
     gl.warp_specialize([
-        (_attend, (0, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, PAGE, SPLIT)),
-        (_attend, (1, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, PAGE, SPLIT)),
-        (_fetch, (batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers, PAGE, SPLIT)),
+        (_attend, (0, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
+        (_attend, (1, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
+        (_fetch, (batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers, per_split, PAGE)),
     ], [4, 1], [232, 40])  # fmt: skip
