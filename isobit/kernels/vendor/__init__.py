@@ -1,0 +1,1 @@
+"""Kernels of NVIDIA's libraries; every one claims an Order and is admitted by bytes, never by its flags."""
