@@ -153,8 +153,8 @@ def run(scale: str = "full", copy_bytes_per_s: float = 4.3e12, flops: float = 79
 
 
 def main() -> None:
-    heads = ("ours us", "free us", "1 split")
-    print(f"{'op':12} {'shape':52} " + " ".join(f"{x:>9}" for x in heads) + f" {'floor':>8} {'share':>6} {'TF/s':>5} bits")
+    titles = f"{'ours us':>9} {'free us':>9} {'1 split':>9} {'floor':>8} {'share':>6} {'TF/s':>5} bits"
+    print(f"{'op':12} {'shape':52} {titles}")
     for row in run():
         print(
             f"{row['op']:12} {row['shape']:52} {row['ours_us']:9.1f} {row['unconstrained_us']:9.1f} "

@@ -56,19 +56,18 @@ def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, ba
     ROPE: gl.constexpr = k_tail.shape[2]
     fills = 0  # of place 0
     odd_fills = 0  # of place 1, which an item with an odd number of blocks leaves out at its end
-    count = 0
-    for index in range(gl.load(programs + gl.program_id(0)), gl.load(programs + gl.program_id(0) + 1)):
+    begin = gl.load(programs + gl.program_id(0))
+    for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
         request, q_row, first_row, _, _, first, end, _ = _item(
             items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
         table = page_tables + request.to(gl.int64) * table_width
         page = gl.load(table + first)
-        mbarrier.wait(barriers.index(_Q_FREE), (count & 1) ^ 1)
+        mbarrier.wait(barriers.index(_Q_FREE), ((index - begin) & 1) ^ 1)
         full = barriers.index(_Q_FULL)
         mbarrier.expect(full, 64 * (2 * HALF + ROPE) * 2)
         tma.async_copy_global_to_shared(q_half, [q_row + first_row, 0], full, q_left.index(0))
         tma.async_copy_global_to_shared(q_half, [q_row + first_row, HALF], full, q_right.index(0))
         tma.async_copy_global_to_shared(q_rope, [q_row + first_row, 2 * HALF], full, q_tail.index(0))
-        count += 1
         for block in range(first, end):
             place = (block - first) & 1
             fill = gl.where(place == 0, fills, odd_fills)
@@ -182,18 +181,17 @@ def _pair_odd(q_buffers, k_buffers, barriers, stats, ones, m, l, o, first_key, s
     """Warpgroup 1: block 1's p, and both blocks on the right half."""
     _, k_right, k_tail = k_buffers
     V: gl.constexpr = gl.SliceLayout(1, S)
-    if BOTH:
-        s = _scores(q_buffers, k_buffers, barriers, 1, odd_uses & 1, odd_uses >> 30, S)
     mbarrier.wait(barriers.index(_P_FULL), uses & 1)
     m = stats.index(0).load(V)
     alpha = stats.index(2).load(V)
+    # before this warpgroup's own scores: page 1 is still on its way then, and page 0 is free the sooner
     l, o = _accumulate(alpha, l, o, k_tail, k_right, ones, end_key - first_key, uses >> 30)
-    if BOTH:
-        m, alpha, p = _softmax(s, m, first_key + 64, scale, limits, open_end, S)
-        _publish(p, m, alpha, k_tail, stats, barriers, 1)
     l, o = warpgroup_mma_wait(0, [l, o])
     mbarrier.arrive(barriers.index(_RIGHT_FREE), count=1)
     if BOTH:
+        s = _scores(q_buffers, k_buffers, barriers, 1, odd_uses & 1, odd_uses >> 30, S)
+        m, alpha, p = _softmax(s, m, first_key + 64, scale, limits, open_end, S)
+        _publish(p, m, alpha, k_tail, stats, barriers, 1)
         l, o = _accumulate(alpha, l, o, k_tail, k_right, ones, end_key - first_key - 64, 1 + (odd_uses >> 30))
         l, o = warpgroup_mma_wait(0, [l, o])
         mbarrier.arrive(barriers.index(_RIGHT_FREE + 1), count=1)
@@ -237,8 +235,8 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
     fold = folded + (2 * gl.program_id(0) + WHO) * (64 * HALF) + gl.arange(0, 64 * HALF, FLAT)
     uses = 0
     odd_uses = 0
-    count = 0
-    for index in range(gl.load(programs + gl.program_id(0)), gl.load(programs + gl.program_id(0) + 1)):
+    begin = gl.load(programs + gl.program_id(0))
+    for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
         _, q_row, first_row, rows, position, first, end, partial = _item(
             items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
         limits = position + gl.minimum(first_row + gl.arange(0, 64, V), rows - 1) // num_heads
@@ -247,8 +245,7 @@ def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barr
         m_left = gl.full([64], float("-inf"), gl.float32, V)
         l_left = gl.zeros([64], gl.float32, V)
         o = gl.zeros([64, HALF], gl.float32, O)
-        mbarrier.wait(barriers.index(_Q_FULL), count & 1)
-        count += 1
+        mbarrier.wait(barriers.index(_Q_FULL), (index - begin) & 1)
         # REDUCTION ORDER: see MmaAttentionOrder
         for start in range(first, end, per_split):
             stop = gl.minimum(start + per_split, end)
