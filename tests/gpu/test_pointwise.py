@@ -77,7 +77,7 @@ def test_silu_mul_of_every_gate() -> None:
     gates = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gates = torch.where(gates.float().abs() < 2.0**-100, torch.tensor(0.5, dtype=torch.bfloat16), gates)
     gates = gates.reshape(64, 1024).repeat(5, 3)[:257, :3072]
-    ups = torch.from_numpy(floats(4, 257, 3072, low=-8, high=8)).bfloat16()
+    ups = torch.from_numpy(floats(4, 257, 3072, low=0, high=8)).bfloat16()
     gate_up = torch.cat([gates, ups], dim=1)
     with np.errstate(all="ignore"):
         expected = round_bf16(ops.silu_mul(gate_up.float().numpy()))
@@ -153,7 +153,7 @@ def test_logprobs_argmax_and_top() -> None:
     assert same(top_logits(everything[:9], 200), top)
     control = torch.logsumexp(everything[:9].double(), dim=1)
     assert not same(control, lse)
-    assert not same(torch.topk(everything[:9], 64).indices.int(), top[:, :64])  # unstable ties
+    assert not same(top_logits(everything[:9].bfloat16().float(), 64), top[:, :64])
 
 
 def test_sample() -> None:

@@ -14,7 +14,7 @@ from isobit.kernels.triton.math import exp32
 
 __all__ = ["silu_mul"]
 
-_BLOCK = 1024
+_BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
@@ -42,5 +42,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
-        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, _BLOCK, num_warps=4, enable_fp_fusion=False)
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, _BLOCK, num_warps=_WARPS, enable_fp_fusion=False)
     return out

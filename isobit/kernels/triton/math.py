@@ -102,6 +102,9 @@ def gumbel(key, ids):
 
 @triton.jit
 def sortable(x):
-    """int32 that sort as float32 values do: -0 equals +0, NaN is below -inf and has one form."""
+    """int32 that sort as float32 values do: -0 equals +0, NaN is below -inf and has one form.
+
+    The least int32 is left free, for what is not there.
+    """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483647)

@@ -23,12 +23,11 @@ _MAX_WIDTH = 32768
 def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    values, weights = (), ()
+    values = ()
     for start in tl.static_range(0, WIDTH, LANES):
         inside = start + lane < WIDTH
         value = tl.load(x + row * row_stride + start + lane, mask=inside, other=0.0)
         values = values + (value.to(tl.float32),)
-        weights = weights + (tl.load(weight + start + lane, mask=inside, other=0.0),)
     chain = tl.zeros([LANES], tl.float32)
     for i in tl.static_range(len(values)):  # REDUCTION ORDER: see NormOrder
         chain = tl.fma(values[i], values[i], chain)
@@ -36,13 +35,17 @@ def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     for i in tl.static_range(len(values)):
         inside = i * LANES + lane < WIDTH
-        y = (values[i] * factor) * weights[i]
+        y = (values[i] * factor) * tl.load(weight + i * LANES + lane, mask=inside, other=0.0)
         tl.store(out + row * WIDTH + i * LANES + lane, y.to(out.dtype.element_ty), mask=inside)
 
 
 def norm_lanes(order: NormOrder) -> int:
     """Lanes worth keeping: a lane beyond the width holds +0, and adding +0 to a square moves no bit."""
     return min(order.lanes, triton.next_power_of_2(order.width))
+
+
+def _warps(width: int) -> int:
+    return 1 if width <= 256 else 4 if width <= 4096 else 8 if width <= 8192 else 16
 
 
 def rms_norm(
@@ -63,7 +66,7 @@ def rms_norm(
     out = torch.empty((num_rows, width), dtype=out_dtype, device=x.device)
     if num_rows:
         lanes = norm_lanes(order)
-        warps = 1 if width <= 256 else 4 if width <= 4096 else 8 if width <= 8192 else 16
+        warps = _warps(width)
         _rms_norm_kernel[(num_rows,)](
             x, weight, out, x.stride(0), eps, width, lanes, num_warps=warps, enable_fp_fusion=False
         )

@@ -18,7 +18,7 @@ from isobit.order import NormOrder
 
 __all__ = ["rope_and_cache"]
 
-_HEADS = 8  # of one program: with 128 features of 2 bytes, 2 KB
+_HEADS, _WARPS = 8, 2  # of one program: with 128 features of 2 bytes, 2 KB
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def rope_and_cache(
         D=d, R=rotary_dim, INTERLEAVED=rope.interleaved, HAS_NORM=head_norms is not None,
         HEADS=heads, LANES=norm_lanes(norm), HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(max(d - rotary_dim, 1)), WIDTH=triton.next_power_of_2(d),
-        num_warps=2, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

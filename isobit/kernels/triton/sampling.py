@@ -51,6 +51,7 @@ class DrawPlan:
     num_short: int
     any_top_k: bool  # among the long
     any_top_p: bool
+    short_k: int  # most that a short row keeps
 
 
 def plan_draws(draws: Draws, vocab_size: int, device: torch.device) -> DrawPlan:
@@ -73,6 +74,7 @@ def plan_draws(draws: Draws, vocab_size: int, device: torch.device) -> DrawPlan:
         torch.from_numpy(settings[ways]).to(device, non_blocking=True),
         int((~is_short & ~is_long).sum()), int(is_short.sum()),
         bool((limited & is_long).any()), bool((nucleus & is_long).any()),
+        int(draws.top_k[is_short].max(initial=1)),
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def _sum_before(state, sums, slot, block, num_blocks, BLOCKS: tl.constexpr):
     limit = tl.load(state + slot * 4 + 2).to(tl.float64, bitcast=True)
     index = tl.arange(0, BLOCKS)
     ties = tl.load(sums + (slot * num_blocks + index) * 16 + (value & 15), mask=index < block, other=0)
-    return value.to(tl.uint32), limit, tl.load(state + slot * 4 + 1) + tl.sum(ties, axis=0)
+    return value, limit, tl.load(state + slot * 4 + 1) + tl.sum(ties, axis=0)
 
 
 @triton.jit
@@ -141,11 +143,12 @@ def _draw_blocks_kernel(
         inside = ids < vocab_size
         x = tl.load(logits + ids, mask=inside, other=float("-inf"))
         kept = inside
+        keys = value_keys(x, most, temperature)
         if TOP_K:
-            chosen, before_k = _within(value_keys(x), inside, value_k, limit_k, before_k, 1)
+            chosen, before_k = _within(keys, inside, value_k, limit_k, before_k, 1)
             kept = kept & chosen
         if TOP_P:
-            chosen, before_p = _within(value_keys(x), inside, value_p, limit_p, before_p, weight_p)
+            chosen, before_p = _within(keys, inside, value_p, limit_p, before_p, weight_p)
             kept = kept & (chosen | no_top_p)
         if min_p > 0.0:
             kept = kept & (soft_weights(x, most, temperature)[0].to(tl.float64) >= min_p)
@@ -214,7 +217,7 @@ def sample_planned(logits: torch.Tensor, plan: DrawPlan, order: SamplingOrder) -
     free, short, long = plan.settings.tensor_split([plan.num_free, plan.num_free + plan.num_short])
     if len(short):
         chosen = logits if len(short) == num_rows else logits.index_select(0, short[:, 0])
-        _draw_short(logits, top_logits(chosen, min(SHORT_LIST, vocab_size)), short, tokens)
+        _draw_short(logits, top_logits(chosen, plan.short_k), short, tokens)
     if len(free) or len(long):
         maxima = row_maxima(logits, BLOCK, keep_nan=False)
         if len(free):

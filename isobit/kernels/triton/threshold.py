@@ -1,9 +1,9 @@
 """Where top_k and top_p cut a row, on NVIDIA GPUs: a search over values by exact integer sums, without sorting.
 
 A token is kept while the sum before it (of ones for top_k, of int64 weights for top_p) is below a limit. Sums of
-integers have no order, so the last kept value is found four bits a pass, from the top: every pass adds, over all tokens
-whose value begins as the one sought, the weights by the next four bits. Eight passes give the value; its ties are told
-apart by rank when tokens are drawn. Does not know noise. Invariant: exact, so equal to summing in sorted order.
+integers have no order, so the last kept value is found four bits of its key a pass, from the top: every pass adds, over
+all tokens whose key begins as the one sought, the weights by the next four bits. The first two passes read the row; the
+second lists the few tokens that are left, and the others read the list. Ties are told apart when tokens are drawn. Does not know noise. Invariant: exact, so equal to summing in sorted order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ BLOCK = 4096  # tokens of one program
 # int64 of a row: its index, temperature, top_k (V if unlimited), top_p, min_p, seed, position; float64 as their bits
 SETTINGS = 8
 WIDTH: tl.constexpr = tl.constexpr(SETTINGS)
-_PASSES = 8
+_PASSES = 10
+_TILE, _WARPS = 256, 8  # tokens looked at together
 _STATE = 4  # of a row, after a pass: value found so far, sum above it, bits of the limit, sum of the value's ties
 
 
@@ -59,14 +60,22 @@ def setting64(settings, slot, column: tl.constexpr):
 
 
 @triton.jit
-def value_keys(x):
-    """uint32 that sort as values do."""
-    return sortable(x).to(tl.uint32, bitcast=True) ^ 0x80000000
+def value_keys(x, most, temperature):
+    """int64 that sort as the values of a row do: 40 bits.
+
+    The upper 8 are (most - x) / T in steps of 28/256, reversed; further down a weight counts as 0. They part the tokens
+    better than a float's exponent would. Subtracting, scaling and cutting are monotone, so no order is changed.
+    """
+    scale = tl.minimum((256.0 / 28.0 / temperature).to(tl.float32), 1e30)
+    steps = (most - x) * scale
+    steps = tl.where(steps < 255.0, steps, 255.0)  # NaN too
+    low = sortable(x).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return ((255 - steps.to(tl.int32)).to(tl.int64) << 32) | low.to(tl.int64)
 
 
 @triton.jit
 def _value_of(key):
-    bits = (key.to(tl.uint32) ^ 0x80000000).to(tl.int32, bitcast=True)
+    bits = ((key & 0xFFFFFFFF).to(tl.uint32) ^ 0x80000000).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -107,8 +116,9 @@ def _narrow(
 
 @triton.jit(do_not_specialize=["step"])
 def _search_kernel(
-    logits, maxima, settings, state, sums, counted, row_stride, vocab_size, num_rows, num_blocks, step,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_WEIGHT: tl.constexpr, TOP_K: tl.constexpr, IS_LAST: tl.constexpr,
+    logits, maxima, settings, state, sums, counted, listed, counts, row_stride, vocab_size, num_rows, num_blocks, step,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+    BY_WEIGHT: tl.constexpr, TOP_K: tl.constexpr, IS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Pass `step`: settle what the pass before it found, then sum by the next four bits. IS_LAST only settles."""
     block = tl.program_id(0)
@@ -139,23 +149,32 @@ def _search_kernel(
         tl.store(state + 2, limit.to(tl.int64, bitcast=True))
         tl.store(state + 3, ties)
     if not IS_LAST:
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=0.0)
-        key = value_keys(x)
-        shift = (28 - 4 * step).to(tl.uint32)
-        sought = (ids < vocab_size) & (((key >> shift) >> 4) == value.to(tl.uint32)) & (key >= floor.to(tl.uint32))
-        digit = (key >> shift) & 15
-        sums += ((step * num_rows + slot) * num_blocks + block) * 16
-        any_sought = tl.max(sought.to(tl.int32), axis=0) > 0
-        if any_sought:
+        listed += (slot * num_blocks + block) * BLOCK
+        source, count = logits + row * row_stride + block * BLOCK, tl.minimum(vocab_size - block * BLOCK, BLOCK)
+        if step > 1:
+            source, count = listed, tl.load(counts + slot * num_blocks + block)
+        shift = (36 - 4 * step).to(tl.int64)
+        digits = tl.arange(0, 16)[:, None]
+        by_digit = tl.zeros([16, TILE], tl.int64)
+        num_listed = 0
+        for start in range(0, count, TILE):  # REDUCTION ORDER: see SamplingOrder (integers: it has none)
+            index = start + tl.arange(0, TILE)
+            x = tl.load(source + index, mask=index < count, other=0.0)
+            key = value_keys(x, most, temperature)
+            sought = (index < count) & ((key >> (shift + 4)) == value) & (key >= floor)
+            weight = sought.to(tl.int64)
             if BY_WEIGHT:
                 weight = tl.where(sought, soft_weights(x, most, temperature)[1], 0)
-            else:
-                weight = sought.to(tl.int64)
-            for i in tl.static_range(16):  # REDUCTION ORDER: see SamplingOrder (integers: it has none)
-                tl.store(sums + i, tl.sum(tl.where(digit == i, weight, 0), axis=0))
-        else:
-            tl.store(sums + tl.arange(0, 16), tl.zeros([16], tl.int64))
+            digit = ((key >> shift) & 15).to(tl.int32)
+            by_digit += tl.where(digit[None, :] == digits, weight[None, :], 0)
+            if step == 1:
+                place = num_listed + tl.cumsum(sought.to(tl.int32), axis=0) - 1
+                tl.store(listed + place, x, mask=sought)
+                num_listed += tl.sum(sought.to(tl.int32), axis=0)
+        if step == 1:
+            tl.store(counts + slot * num_blocks + block, num_listed)
+        sums += ((step * num_rows + slot) * num_blocks + block) * 16
+        tl.store(sums + tl.arange(0, 16), tl.sum(by_digit, axis=1))
 
 
 def find_threshold(rows: Rows, by_weight: bool, counted: Threshold | None) -> Threshold:
@@ -163,13 +182,15 @@ def find_threshold(rows: Rows, by_weight: bool, counted: Threshold | None) -> Th
     logits, device = rows.logits, rows.logits.device
     num_blocks, num_rows = rows.grid
     state = torch.empty((_PASSES + 1, num_rows, _STATE), dtype=torch.int64, device=device)
+    listed = torch.empty((num_rows, num_blocks, BLOCK), dtype=torch.float32, device=device)
+    counts = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=device)
     sums = torch.empty((_PASSES, num_rows, num_blocks, 16), dtype=torch.int64, device=device)
     for step in range(_PASSES + 1):
         is_last = step == _PASSES
         _search_kernel[(1 if is_last else num_blocks, num_rows)](
             logits, rows.maxima, rows.settings, state, sums, counted.state if counted else state,
-            logits.stride(0), logits.shape[1], num_rows, num_blocks, step,
-            BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), BY_WEIGHT=by_weight, TOP_K=counted is not None,
-            IS_LAST=is_last, num_warps=4, enable_fp_fusion=False,
+            listed, counts, logits.stride(0), logits.shape[1], num_rows, num_blocks, step,
+            BLOCK=BLOCK, TILE=_TILE, BLOCKS=triton.next_power_of_2(num_blocks), BY_WEIGHT=by_weight, TOP_K=counted is not None,
+            IS_LAST=is_last, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return Threshold(state[_PASSES], sums[_PASSES - 1])

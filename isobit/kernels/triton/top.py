@@ -1,8 +1,8 @@
 """The n largest entries of rows of logits on NVIDIA GPUs, by (value descending, id ascending): data movement only.
 
-Value and id are packed into one int64, so no two keys are equal and any sort gives one answer. For n <= 64 a row is
-read once: of its chunks, the 64 with the largest maxima (ties to the lower chunk) hold the 64 largest entries, since
-each chunk ahead of a given one holds an entry ahead of all of that one's. Invariant: ties go to the lower id; NaN last.
+For n <= 64 a row is read once: of its chunks, the n with the largest maxima (ties to the lower chunk) hold the n largest
+entries, since each chunk ahead of a given one holds an entry ahead of all of that one's. For more, value and id are
+packed into one int64, so that no two keys are equal and any sort gives one answer. Invariant: ties go to the lower id; NaN last.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["SHORT_LIST", "top_logits"]
 SHORT_LIST = 64  # largest n that needs no sort of the row
 _BLOCK = 4096
 _MAX_CHUNKS = 4096  # of a row: one program reads all their maxima
-TAKEN: tl.constexpr = tl.constexpr(-9223372036854775808)
+TAKEN: tl.constexpr = tl.constexpr(-2147483648)
 
 
 @triton.jit
-def _keys(values, ids, inside):
-    """int64 that sort by (value, -id), values as `sortable` gives them; entries outside come last."""
-    return tl.where(inside, (values.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64), TAKEN)
+def _take_largest(left, ids):
+    """(what is left without its largest entry, that entry's id): ties to the lower id; the end of int32 if none is left.
 
-
-@triton.jit
-def _key_id(keys):
-    return 2147483647 - (keys & 0xFFFFFFFF).to(tl.int32)
+    Two 32-bit reductions are faster than one over 64-bit keys.
+    """
+    most = tl.max(left, axis=0)
+    first = tl.min(tl.where((left == most) & (left != TAKEN), ids, 2147483647), axis=0)
+    return tl.where(ids == first, TAKEN, left), first
 
 
 @triton.jit
@@ -50,21 +50,18 @@ def _top_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     index = tl.arange(0, CHUNKS)
-    most = tl.load(maxima + row * num_chunks + index, mask=index < num_chunks, other=-2147483648)
-    left = _keys(most, index, index < num_chunks)
+    left = tl.load(maxima + row * num_chunks + index, mask=index < num_chunks, other=TAKEN)
     rank = tl.arange(0, TOP)
     chunks = tl.zeros([TOP], tl.int32) + num_chunks
     for i in range(n):
-        best = tl.max(left, axis=0)
-        left = tl.where(left == best, TAKEN, left)
-        chunks = tl.where((rank == i) & (best != TAKEN), _key_id(best), chunks)
+        left, chunk = _take_largest(left, index)
+        chunks = tl.where(rank == i, tl.minimum(chunk, num_chunks), chunks)
     column = tl.reshape(chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], [TOP * CHUNK])
     inside = column < vocab_size
-    left = _keys(sortable(tl.load(logits + column, mask=inside, other=0.0)), column, inside)
+    left = tl.where(inside, sortable(tl.load(logits + column, mask=inside, other=0.0)), TAKEN)
     for i in range(n):
-        best = tl.max(left, axis=0)
-        left = tl.where(left == best, TAKEN, left)
-        tl.store(ids + row * n + i, _key_id(best))
+        left, token = _take_largest(left, column)
+        tl.store(ids + row * n + i, token)
 
 
 @triton.jit
@@ -73,7 +70,8 @@ def _keys_kernel(logits, keys, row_stride, vocab_size, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab_size
     x = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)
-    tl.store(keys + row * vocab_size + column, _keys(sortable(x), column, inside), mask=inside)
+    key = (sortable(x).to(tl.int64) << 32) | (2147483647 - column).to(tl.int64)
+    tl.store(keys + row * vocab_size + column, key, mask=inside)
 
 
 def top_logits(logits: torch.Tensor, n: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from isobit.order import LogprobsOrder
 
 __all__ = ["argmax", "logprobs", "row_maxima", "row_maximum"]
 
-_BLOCK = 4096
+_BLOCK, _WARPS = 4096, 8
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def row_maxima(logits: torch.Tensor, block: int, keep_nan: bool) -> torch.Tensor
     maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     if num_rows:
         _block_maxima_kernel[(num_blocks, num_rows)](
-            logits, maxima, stride, vocab_size, num_blocks, block, keep_nan, num_warps=4, enable_fp_fusion=False
+            logits, maxima, stride, vocab_size, num_blocks, block, keep_nan, num_warps=_WARPS, enable_fp_fusion=False
         )
     return maxima
 
@@ -117,7 +117,7 @@ def logprobs(logits: torch.Tensor, order: LogprobsOrder) -> tuple[torch.Tensor, 
     blocks = triton.next_power_of_2(num_blocks)
     _block_sums_kernel[(num_blocks, num_rows)](
         logits, of_blocks, sums, stride, vocab_size, num_blocks, order.block, order.lanes, blocks,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     _add_blocks_kernel[(num_rows,)](
         of_blocks, sums, maxima, lse, num_blocks, blocks, 32, num_warps=1, enable_fp_fusion=False
@@ -167,7 +167,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=logits.device)
     broken = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     _block_best_kernel[(num_blocks, num_rows)](
-        logits, best, broken, stride, vocab_size, num_blocks, _BLOCK, num_warps=4, enable_fp_fusion=False
+        logits, best, broken, stride, vocab_size, num_blocks, _BLOCK, num_warps=_WARPS, enable_fp_fusion=False
     )
     _best_of_blocks_kernel[(num_rows,)](
         best, broken, ids, finite, num_blocks, triton.next_power_of_2(num_blocks), num_warps=1, enable_fp_fusion=False
