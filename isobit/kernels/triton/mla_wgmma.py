@@ -1,10 +1,10 @@
-"""Absorbed MLA on sm90, in Gluon: two warpgroups share a tile of 64 rows, one warp fetches pages; persistent programs.
+"""Absorbed MLA on sm90, in Gluon: three warpgroups and one fetching warp share a tile of 64 rows; persistent programs.
 
-The accumulator [64, latent] is too tall for one warpgroup, so each holds one half of the features. Blocks go in pairs:
-warpgroup 0 computes scores and p of the even block, warpgroup 1 of the odd one, and each multiplies both p with its
-half of the values. A page in shared memory is keys and values at once; p takes the place of its rope features, which
-are done with by then. A split that ends is folded into float32 in global memory (of the program, so it stays in L2).
-Knows an item of `mla_plan`, nothing else of the batch. Invariant: the bits of a row are those of `reference_mla`.
+The accumulator [64, latent] is too tall for one warpgroup, so two hold half of the features each. A third computes
+scores and p, a block ahead of them, so the tensor cores have work while a softmax is taken. A page in shared memory is
+keys and values at once; p takes the place of its rope features, which are done with by then. A split that ends is
+folded into float32 in global memory (one tile a program, so it stays in L2). Knows an item of `mla_plan`, nothing else
+of the batch. Invariant: the bits of a row are those of `reference_mla`.
 """
 
 from triton.experimental import gluon
@@ -19,15 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 __all__ = ["wgmma_kernel"]
 
-# Barriers, by place: what a page's left half, its right half with rope, p, and q wait for.
-_LEFT_FULL = gl.constexpr(0)
-_RIGHT_FULL = gl.constexpr(2)
-_LEFT_FREE = gl.constexpr(4)
-_RIGHT_FREE = gl.constexpr(6)
-_P_FULL = gl.constexpr(8)
+# Barriers by place; FULL and FREE of a page: + 2 * half + slot, the rope features come and go with half 1.
+_FULL = gl.constexpr(0)
+_FREE = gl.constexpr(4)
+_P_FULL = gl.constexpr(8)  # + slot
 _Q_FULL = gl.constexpr(10)
 _Q_FREE = gl.constexpr(11)
-_NUM_BARRIERS = gl.constexpr(12)
+_FOLD_FULL = gl.constexpr(12)
+_FOLD_FREE = gl.constexpr(13)
+_NUM_BARRIERS = gl.constexpr(14)
+
+# Rows of `stats`: alpha of the block in each slot; what a finished split is folded with.
+_ALPHA = gl.constexpr(0)
+_FOLD_LEFT = gl.constexpr(2)
+_FOLD_RIGHT = gl.constexpr(3)
+_FOLD_SUM = gl.constexpr(4)
 
 
 @gluon.jit
@@ -48,14 +54,13 @@ def _item(items, query_starts, start_positions, index, num_heads, per_split, PAG
 @gluon.jit
 def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers,
            per_split, PAGE: gl.constexpr):  # fmt: skip
-    """The warp that brings q tiles and pages, each as soon as its place is free."""
+    """The warp that brings q tiles and pages, each as soon as its slot is free."""
     items, programs, query_starts, start_positions, page_tables, table_width, num_heads = batch
     q_left, q_right, q_tail = q_buffers
     k_left, k_right, k_tail = k_buffers
     HALF: gl.constexpr = k_left.shape[2]
     ROPE: gl.constexpr = k_tail.shape[2]
-    fills = 0  # of place 0
-    odd_fills = 0  # of place 1, which an item with an odd number of blocks leaves out at its end
+    fill = 0
     begin = gl.load(programs + gl.program_id(0))
     for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
         request, q_row, first_row, _, _, first, end, _ = _item(
@@ -65,40 +70,38 @@ def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, ba
         mbarrier.wait(barriers.index(_Q_FREE), ((index - begin) & 1) ^ 1)
         full = barriers.index(_Q_FULL)
         mbarrier.expect(full, 64 * (2 * HALF + ROPE) * 2)
-        tma.async_copy_global_to_shared(q_half, [q_row + first_row, 0], full, q_left.index(0))
-        tma.async_copy_global_to_shared(q_half, [q_row + first_row, HALF], full, q_right.index(0))
-        tma.async_copy_global_to_shared(q_rope, [q_row + first_row, 2 * HALF], full, q_tail.index(0))
+        tma.async_copy_global_to_shared(q_half, [q_row + first_row, 0], full, q_left)
+        tma.async_copy_global_to_shared(q_half, [q_row + first_row, HALF], full, q_right)
+        tma.async_copy_global_to_shared(q_rope, [q_row + first_row, 2 * HALF], full, q_tail)
         for block in range(first, end):
-            place = (block - first) & 1
-            fill = gl.where(place == 0, fills, odd_fills)
-            phase = (fill & 1) ^ 1
+            slot = fill & 1
+            phase = ((fill >> 1) & 1) ^ 1
             row = page * PAGE
             page = gl.load(table + gl.minimum(block + 1, end - 1))
-            mbarrier.wait(barriers.index(_LEFT_FREE + place), phase)
-            full = barriers.index(_LEFT_FULL + place)
+            mbarrier.wait(barriers.index(_FREE + slot), phase)
+            full = barriers.index(_FULL + slot)
             mbarrier.expect(full, PAGE * HALF * 2)
-            tma.async_copy_global_to_shared(page_half, [row, 0], full, k_left.index(place))
-            mbarrier.wait(barriers.index(_RIGHT_FREE + place), phase)
-            full = barriers.index(_RIGHT_FULL + place)
+            tma.async_copy_global_to_shared(page_half, [row, 0], full, k_left.index(slot))
+            mbarrier.wait(barriers.index(_FREE + 2 + slot), phase)
+            full = barriers.index(_FULL + 2 + slot)
             mbarrier.expect(full, PAGE * (HALF + ROPE) * 2)
-            tma.async_copy_global_to_shared(page_half, [row, HALF], full, k_right.index(place))
-            tma.async_copy_global_to_shared(page_rope, [row, 2 * HALF], full, k_tail.index(place))
-            fills += 1 - place
-            odd_fills += place
+            tma.async_copy_global_to_shared(page_half, [row, HALF], full, k_right.index(slot))
+            tma.async_copy_global_to_shared(page_rope, [row, 2 * HALF], full, k_tail.index(slot))
+            fill += 1
 
 
 @gluon.jit
-def _scores(q_buffers, k_buffers, barriers, WHO: gl.constexpr, phase, zero, S: gl.constexpr):
-    """q @ k of the page in place WHO, one accumulator: latent features ascending, then rope."""
+def _scores(q_buffers, k_buffers, barriers, slot, phase, S: gl.constexpr):
+    """q @ k of the page in a slot, one accumulator: latent features ascending, then rope."""
     q_left, q_right, q_tail = q_buffers
     k_left, k_right, k_tail = k_buffers
     KEYS: gl.constexpr = k_left.shape[1]
     s = gl.zeros([64, KEYS], gl.float32, S)
-    mbarrier.wait(barriers.index(_LEFT_FULL + WHO), phase)
-    s = warpgroup_mma(q_left.index(zero), k_left.index(WHO + zero).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(barriers.index(_RIGHT_FULL + WHO), phase)
-    s = warpgroup_mma(q_right.index(zero), k_right.index(WHO + zero).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_tail.index(zero), k_tail.index(WHO + zero).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(barriers.index(_FULL + slot), phase)
+    s = warpgroup_mma(q_left, k_left.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.index(_FULL + 2 + slot), phase)
+    s = warpgroup_mma(q_right, k_right.index(slot).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_tail, k_tail.index(slot).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
 
 
@@ -115,13 +118,64 @@ def _softmax(s, m, first_key, scale, limits, open_end, S: gl.constexpr):
 
 
 @gluon.jit
-def _publish(p, m, alpha, k_tail, stats, barriers, WHO: gl.constexpr):
-    """p (over the rope features of its page), m and alpha of block WHO, for both warpgroups."""
-    k_tail.index(WHO).store(p.to(k_tail.dtype))
-    stats.index(WHO).store(m)
-    stats.index(2 + WHO).store(alpha)
-    fence_async_shared()
-    mbarrier.arrive(barriers.index(_P_FULL + WHO), count=1)
+def _weigh(batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE: gl.constexpr):
+    """The warpgroup of scores: p and alpha of every block, and with what each split is folded."""
+    items, programs, query_starts, start_positions, _, _, num_heads = batch
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    V: gl.constexpr = gl.SliceLayout(1, S)
+    k_tail = k_buffers[2]
+    fill = 0
+    splits = 0
+    begin = gl.load(programs + gl.program_id(0))
+    for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
+        _, _, first_row, rows, position, first, end, partial = _item(
+            items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
+        row = first_row + gl.arange(0, 64, V)
+        limits = position + gl.minimum(row, rows - 1) // num_heads
+        open_end = position + first_row // num_heads + 1
+        m_left = gl.full([64], float("-inf"), gl.float32, V)
+        l_left = gl.zeros([64], gl.float32, V)
+        mbarrier.wait(barriers.index(_Q_FULL), (index - begin) & 1)
+        # REDUCTION ORDER: see MmaAttentionOrder
+        for start in range(first, end, per_split):
+            m = gl.full([64], float("-inf"), gl.float32, V)
+            l8 = gl.zeros([64, 8], gl.float32, L)
+            # REDUCTION ORDER: see MmaAttentionOrder
+            for block in range(start, gl.minimum(start + per_split, end)):
+                slot = fill & 1
+                s = _scores(q_buffers, k_buffers, barriers, slot, (fill >> 1) & 1, S)
+                m, alpha, p = _softmax(s, m, block * PAGE, scale, limits, open_end, S)
+                p = p.to(k_tail.dtype)
+                k_tail.index(slot).store(p)
+                stats.index(_ALPHA + slot).store(alpha)
+                fence_async_shared()
+                mbarrier.arrive(barriers.index(_P_FULL + slot), count=1)
+                l8 = l8 * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, L)), 1)
+                p = gl.convert_layout(p, gl.DotOperandLayout(0, L, 2))
+                l8 = warpgroup_mma_wait(0, [warpgroup_mma(p, ones, l8, is_async=True)])
+                fill += 1
+            l = gl.convert_layout(gl.max(l8, 1), V)  # the columns of l8 are equal
+            m_new = gl.maximum(m_left, m)
+            alpha = gl.exp2(m_left - m_new)
+            beta = gl.exp2(m - m_new)
+            if start > first:
+                l_left = l_left * alpha + l * beta
+                m_left = m_new
+            else:
+                l_left = l
+                m_left = m
+            mbarrier.wait(barriers.index(_FOLD_FREE), (splits & 1) ^ 1)
+            stats.index(_FOLD_LEFT).store(alpha)
+            stats.index(_FOLD_RIGHT).store(beta)
+            stats.index(_FOLD_SUM).store(l_left)
+            mbarrier.arrive(barriers.index(_FOLD_FULL), count=1)
+            splits += 1
+        mbarrier.arrive(barriers.index(_Q_FREE), count=1)
+        if partial >= 0:
+            slot = partial + gl.arange(0, 64, V)
+            gl.store(partial_ml + 2 * slot, m_left, mask=row < rows)
+            gl.store(partial_ml + 2 * slot + 1, l_left, mask=row < rows)
 
 
 @gluon.jit
@@ -135,67 +189,6 @@ def _clear_unseen(values, seen):
         x = part.load(layout)
         part.store(gl.where(gl.expand_dims(row < seen, 1), x, gl.zeros_like(x)))
     fence_async_shared()
-
-
-@gluon.jit
-def _accumulate(alpha, l, o, k_tail, k_half, ones, seen, place):
-    """(l, o), still being computed: the row sum and this warpgroup's half of the values."""
-    values = k_half.index(place)
-    if seen < values.shape[0]:
-        _clear_unseen(values, seen)
-    L: gl.constexpr = l.type.layout
-    O: gl.constexpr = o.type.layout
-    l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, L)), 1)
-    o = o * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O)), 1)
-    p = k_tail.index(place)
-    l = warpgroup_mma(p, ones, l, is_async=True)
-    o = warpgroup_mma(p, values, o, is_async=True)
-    return l, o
-
-
-@gluon.jit
-def _pair_even(q_buffers, k_buffers, barriers, stats, ones, m, l, o, first_key, scale, limits, open_end, end_key,
-               uses, odd_uses, BOTH: gl.constexpr, S: gl.constexpr):  # fmt: skip
-    """Warpgroup 0: block 0's p, then both blocks on the left half."""
-    k_left, _, k_tail = k_buffers
-    V: gl.constexpr = gl.SliceLayout(1, S)
-    s = _scores(q_buffers, k_buffers, barriers, 0, uses & 1, uses >> 30, S)
-    m, alpha, p = _softmax(s, m, first_key, scale, limits, open_end, S)
-    _publish(p, m, alpha, k_tail, stats, barriers, 0)
-    l, o = _accumulate(alpha, l, o, k_tail, k_left, ones, end_key - first_key, uses >> 30)
-    l, o = warpgroup_mma_wait(0, [l, o])
-    mbarrier.arrive(barriers.index(_LEFT_FREE), count=1)
-    if BOTH:
-        mbarrier.wait(barriers.index(_P_FULL + 1), odd_uses & 1)
-        m = stats.index(1).load(V)
-        alpha = stats.index(3).load(V)
-        l, o = _accumulate(alpha, l, o, k_tail, k_left, ones, end_key - first_key - 64, 1 + (odd_uses >> 30))
-        l, o = warpgroup_mma_wait(0, [l, o])
-        mbarrier.arrive(barriers.index(_LEFT_FREE + 1), count=1)
-    return m, l, o
-
-
-@gluon.jit
-def _pair_odd(q_buffers, k_buffers, barriers, stats, ones, m, l, o, first_key, scale, limits, open_end, end_key,
-              uses, odd_uses, BOTH: gl.constexpr, S: gl.constexpr):  # fmt: skip
-    """Warpgroup 1: block 1's p, and both blocks on the right half."""
-    _, k_right, k_tail = k_buffers
-    V: gl.constexpr = gl.SliceLayout(1, S)
-    mbarrier.wait(barriers.index(_P_FULL), uses & 1)
-    m = stats.index(0).load(V)
-    alpha = stats.index(2).load(V)
-    # before this warpgroup's own scores: page 1 is still on its way then, and page 0 is free the sooner
-    l, o = _accumulate(alpha, l, o, k_tail, k_right, ones, end_key - first_key, uses >> 30)
-    l, o = warpgroup_mma_wait(0, [l, o])
-    mbarrier.arrive(barriers.index(_RIGHT_FREE), count=1)
-    if BOTH:
-        s = _scores(q_buffers, k_buffers, barriers, 1, odd_uses & 1, odd_uses >> 30, S)
-        m, alpha, p = _softmax(s, m, first_key + 64, scale, limits, open_end, S)
-        _publish(p, m, alpha, k_tail, stats, barriers, 1)
-        l, o = _accumulate(alpha, l, o, k_tail, k_right, ones, end_key - first_key - 64, 1 + (odd_uses >> 30))
-        l, o = warpgroup_mma_wait(0, [l, o])
-        mbarrier.arrive(barriers.index(_RIGHT_FREE + 1), count=1)
-    return m, l, o
 
 
 @gluon.jit
@@ -218,119 +211,113 @@ def _tall(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _attend(WHO: gl.constexpr, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones,
-            per_split, PAGE: gl.constexpr):  # fmt: skip
-    """Warpgroup WHO: its half of the features of every item of the program."""
-    items, programs, query_starts, start_positions, _, _, num_heads = batch
-    out, folded, partial_ml, partial_o = outputs
-    HALF: gl.constexpr = k_buffers[0].shape[2]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    V: gl.constexpr = gl.SliceLayout(1, S)
+def _accumulate(o, k_half, k_tail, stats, barriers, slot, seen, WHO: gl.constexpr):
+    """o after the block in a slot: p of the scores' warpgroup times this one's half of the values."""
+    values = k_half.index(slot)
+    W: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    if seen < values.shape[0]:
+        _clear_unseen(values, seen)
+    o = o * gl.expand_dims(stats.index(_ALPHA + slot).load(W), 1)
+    o = warpgroup_mma_wait(0, [warpgroup_mma(k_tail.index(slot), values, o, is_async=True)])
+    mbarrier.arrive(barriers.index(_FREE + 2 * WHO + slot), count=1)
+    return o
+
+
+@gluon.jit
+def _accumulate_item(item, fold, k_half, k_tail, barriers, stats, fill, splits, per_split,
+                     WHO: gl.constexpr, PAGE: gl.constexpr, O: gl.constexpr):  # fmt: skip
+    """(o, row sums, fill, splits) of the blocks of an item, its splits folded left to right."""
+    first, end, end_key = item
+    HALF: gl.constexpr = k_half.shape[2]
     W: gl.constexpr = gl.SliceLayout(1, O)
-    column = WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O))
-    tile_row = gl.arange(0, 64, W)
+    o = gl.zeros([64, HALF], gl.float32, O)
+    l = gl.zeros([64], gl.float32, W)
+    # REDUCTION ORDER: see MmaAttentionOrder
+    for start in range(first, end, per_split):
+        stop = gl.minimum(start + per_split, end)
+        o = gl.zeros([64, HALF], gl.float32, O)
+        # REDUCTION ORDER: see MmaAttentionOrder
+        for block in range(start, stop):
+            slot = fill & 1
+            phase = (fill >> 1) & 1
+            mbarrier.wait(barriers.index(_FULL + 2 * WHO + slot), phase)
+            mbarrier.wait(barriers.index(_P_FULL + slot), phase)
+            o = _accumulate(o, k_half, k_tail, stats, barriers, slot, end_key - block * PAGE, WHO)
+            fill += 1
+        mbarrier.wait(barriers.index(_FOLD_FULL), splits & 1)
+        alpha = gl.expand_dims(stats.index(_FOLD_LEFT).load(W), 1)
+        beta = gl.expand_dims(stats.index(_FOLD_RIGHT).load(W), 1)
+        l = stats.index(_FOLD_SUM).load(W)
+        mbarrier.arrive(barriers.index(_FOLD_FREE), count=1)
+        splits += 1
+        if start > first:
+            o = _tall(gl.load(fold), O) * alpha + o * beta
+        if stop < end:
+            gl.store(fold, _flat(o))
+    return o, l, fill, splits
+
+
+@gluon.jit
+def _attend(WHO: gl.constexpr, batch, outputs, k_half, k_tail, barriers, stats, per_split, PAGE: gl.constexpr):
+    """A warpgroup of values, half WHO of the features of every item of the program."""
+    items, programs, query_starts, start_positions, _, _, num_heads = batch
+    out, folded, partial_o = outputs
+    HALF: gl.constexpr = k_half.shape[2]
+    COLUMNS: gl.constexpr = 128 if HALF > 128 else HALF  # with 512 threads ptxas takes no instruction of 256
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    column = gl.expand_dims(WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O)), 0)
+    tile_row = gl.arange(0, 64, gl.SliceLayout(1, O))
     FLAT: gl.constexpr = _flat(gl.zeros([64, HALF], gl.float32, O)).type.layout
     fold = folded + (2 * gl.program_id(0) + WHO) * (64 * HALF) + gl.arange(0, 64 * HALF, FLAT)
-    uses = 0
-    odd_uses = 0
+    fill = 0
+    splits = 0
     begin = gl.load(programs + gl.program_id(0))
     for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
         _, q_row, first_row, rows, position, first, end, partial = _item(
             items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
-        limits = position + gl.minimum(first_row + gl.arange(0, 64, V), rows - 1) // num_heads
-        open_end = position + first_row // num_heads + 1
         end_key = position + (gl.minimum(first_row + 64, rows) - 1) // num_heads + 1
-        m_left = gl.full([64], float("-inf"), gl.float32, V)
-        l_left = gl.zeros([64], gl.float32, V)
-        o = gl.zeros([64, HALF], gl.float32, O)
-        mbarrier.wait(barriers.index(_Q_FULL), (index - begin) & 1)
-        # REDUCTION ORDER: see MmaAttentionOrder
-        for start in range(first, end, per_split):
-            stop = gl.minimum(start + per_split, end)
-            m = gl.full([64], float("-inf"), gl.float32, V)
-            l8 = gl.zeros([64, 8], gl.float32, L)
-            o = gl.zeros([64, HALF], gl.float32, O)
-            # REDUCTION ORDER: see MmaAttentionOrder
-            for block in range(start, stop - 1, 2):
-                if WHO == 0:
-                    m, l8, o = _pair_even(q_buffers, k_buffers, barriers, stats, ones, m, l8, o, block * PAGE, scale,
-                                          limits, open_end, end_key, uses, odd_uses, True, S)  # fmt: skip
-                else:
-                    m, l8, o = _pair_odd(q_buffers, k_buffers, barriers, stats, ones, m, l8, o, block * PAGE, scale,
-                                         limits, open_end, end_key, uses, odd_uses, True, S)  # fmt: skip
-                uses += 1
-                odd_uses += 1
-            if (stop - start) & 1 == 1:
-                if WHO == 0:
-                    m, l8, o = _pair_even(q_buffers, k_buffers, barriers, stats, ones, m, l8, o, (stop - 1) * PAGE,
-                                          scale, limits, open_end, end_key, uses, odd_uses, False, S)  # fmt: skip
-                else:
-                    m, l8, o = _pair_odd(q_buffers, k_buffers, barriers, stats, ones, m, l8, o, (stop - 1) * PAGE,
-                                         scale, limits, open_end, end_key, uses, odd_uses, False, S)  # fmt: skip
-                uses += 1
-            l = gl.convert_layout(gl.max(l8, 1), V)  # the columns of l8 are equal
-            if start > first:
-                m_new = gl.maximum(m_left, m)
-                alpha = gl.exp2(m_left - m_new)
-                beta = gl.exp2(m - m_new)
-                l = l_left * alpha + l * beta
-                m = m_new
-                alpha = gl.expand_dims(gl.convert_layout(alpha, W), 1)
-                beta = gl.expand_dims(gl.convert_layout(beta, W), 1)
-                o = _tall(gl.load(fold), O) * alpha + o * beta
-            m_left = m
-            l_left = l
-            if stop < end:
-                gl.store(fold, _flat(o))
-        mbarrier.arrive(barriers.index(_Q_FREE), count=1)
+        o, l, fill, splits = _accumulate_item((first, end, end_key), fold, k_half, k_tail, barriers, stats, fill, splits,
+                                              per_split, WHO, PAGE, O)  # fmt: skip
         row = first_row + tile_row
         valid = gl.expand_dims(row < rows, 1)
         if partial < 0:
-            l = gl.expand_dims(gl.convert_layout(l_left, W), 1)
-            at = gl.expand_dims((q_row + row).to(gl.int64) * (2 * HALF), 1) + gl.expand_dims(column, 0)
-            o = gl.div_rn(o, gl.broadcast(l, o)[0])
+            at = gl.expand_dims((q_row + row).to(gl.int64) * (2 * HALF), 1) + column
+            o = gl.div_rn(o, gl.broadcast(gl.expand_dims(l, 1), o)[0])
             gl.store(out + at, o.to(out.dtype.element_ty), mask=valid)
         else:
-            slot = partial + tile_row
-            at = gl.expand_dims(slot.to(gl.int64) * (2 * HALF), 1) + gl.expand_dims(column, 0)
+            at = gl.expand_dims((partial + tile_row).to(gl.int64) * (2 * HALF), 1) + column
             gl.store(partial_o + at, o, mask=valid)
-            if WHO == 0:
-                slot = partial + gl.arange(0, 64, V)
-                inside = first_row + gl.arange(0, 64, V) < rows
-                gl.store(partial_ml + 2 * slot, m_left, mask=inside)
-                gl.store(partial_ml + 2 * slot + 1, l_left, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["table_width", "num_heads", "per_split"])
 def wgmma_kernel(q_half, q_rope, page_half, page_rope, out, folded, partial_ml, partial_o, items, programs,
                  query_starts, start_positions, page_tables, table_width, num_heads, scale, per_split,
                  PAGE: gl.constexpr):  # fmt: skip
-    """Program p attends the items programs[p] .. programs[p + 1] of `mla_plan`. Four warps, and five more."""
+    """Program p attends the items programs[p] .. programs[p + 1] of `mla_plan`. Launched with four warps."""
     HALF: gl.constexpr = q_half.block_type.shape[1]
     ROPE: gl.constexpr = q_rope.block_type.shape[1]
     dtype: gl.constexpr = q_half.dtype
-    q_left = gl.allocate_shared_memory(dtype, [1, 64, HALF], q_half.layout)
-    q_right = gl.allocate_shared_memory(dtype, [1, 64, HALF], q_half.layout)
-    q_tail = gl.allocate_shared_memory(dtype, [1, 64, ROPE], q_rope.layout)
+    q_left = gl.allocate_shared_memory(dtype, [64, HALF], q_half.layout)
+    q_right = gl.allocate_shared_memory(dtype, [64, HALF], q_half.layout)
+    q_tail = gl.allocate_shared_memory(dtype, [64, ROPE], q_rope.layout)
     k_left = gl.allocate_shared_memory(dtype, [2, PAGE, HALF], page_half.layout)
     k_right = gl.allocate_shared_memory(dtype, [2, PAGE, HALF], page_half.layout)
     k_tail = gl.allocate_shared_memory(dtype, [2, PAGE, ROPE], page_rope.layout)
-    stats = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats = gl.allocate_shared_memory(gl.float32, [5, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fill_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
     ones_layout: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
     ones = gl.allocate_shared_memory(dtype, [PAGE, 8], ones_layout, gl.full([PAGE, 8], 1.0, dtype, fill_layout))
     barriers = gl.allocate_shared_memory(gl.int64, [_NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(_NUM_BARRIERS):
-        mbarrier.init(barriers.index(i), count=2 if i == _Q_FREE else 1)
+        mbarrier.init(barriers.index(i), count=2 if i == _FOLD_FREE else 1)
     fence_async_shared()
     batch = (items, programs, query_starts, start_positions, page_tables, table_width, num_heads)
-    outputs = (out, folded, partial_ml, partial_o)
+    outputs = (out, folded, partial_o)
     q_buffers = (q_left, q_right, q_tail)
     k_buffers = (k_left, k_right, k_tail)
     gl.warp_specialize([
-        (_attend, (0, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
-        (_attend, (1, batch, outputs, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
+        (_attend, (0, batch, outputs, k_left, k_tail, barriers, stats, per_split, PAGE)),
+        (_attend, (1, batch, outputs, k_right, k_tail, barriers, stats, per_split, PAGE)),
+        (_weigh, (batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
         (_fetch, (batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers, per_split, PAGE)),
-    ], [4, 1], [232, 40])  # fmt: skip
+    ], [4, 4, 1], [184, 120, 24])  # fmt: skip
