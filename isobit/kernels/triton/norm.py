@@ -23,11 +23,12 @@ _MAX_WIDTH = 32768
 def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
-    values = ()
+    values, weights = (), ()  # both are asked for before the sum, or one row would wait for memory twice
     for start in tl.static_range(0, WIDTH, LANES):
         inside = start + lane < WIDTH
         value = tl.load(x + row * row_stride + start + lane, mask=inside, other=0.0)
         values = values + (value.to(tl.float32),)
+        weights = weights + (tl.load(weight + start + lane, mask=inside, other=0.0),)
     chain = tl.zeros([LANES], tl.float32)
     for i in tl.static_range(len(values)):  # REDUCTION ORDER: see NormOrder
         chain = tl.fma(values[i], values[i], chain)
@@ -35,7 +36,7 @@ def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES
     factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     for i in tl.static_range(len(values)):
         inside = i * LANES + lane < WIDTH
-        y = (values[i] * factor) * tl.load(weight + i * LANES + lane, mask=inside, other=0.0)
+        y = (values[i] * factor) * weights[i]
         tl.store(out + row * WIDTH + i * LANES + lane, y.to(out.dtype.element_ty), mask=inside)
 
 

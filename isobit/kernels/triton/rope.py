@@ -18,7 +18,7 @@ from isobit.order import NormOrder
 
 __all__ = ["rope_and_cache"]
 
-_HEADS, _WARPS = 8, 2  # of one program: with 128 features of 2 bytes, 2 KB
+_HEADS, _WARPS = 8, 4  # of one program: with 128 features of 2 bytes, 2 KB
 
 
 @triton.jit
@@ -87,8 +87,7 @@ def _rope_and_cache_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    q_groups = tl.cdiv(num_heads, HEADS)
-    kv_groups = tl.cdiv(num_kv_heads, HEADS)
+    q_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     head = tl.arange(0, HEADS)
     qkv += row * row_stride
     position = tl.load(positions + row).to(tl.int64)

@@ -127,9 +127,10 @@ def _draw_blocks_kernel(
     """Best kept token of every block."""
     block = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
-    logits += setting(settings, slot, 0) * row_stride
+    row = setting(settings, slot, 0)
+    logits += row * row_stride
     temperature, min_p = setting64(settings, slot, 1), setting64(settings, slot, 4)
-    most = row_maximum(maxima, setting(settings, slot, 0), num_blocks, BLOCKS)
+    most = row_maximum(maxima, row, num_blocks, BLOCKS)
     noise = _row_key(settings, slot)
     if TOP_K:
         value_k, limit_k, before_k = _sum_before(count_state, count_sums, slot, block, num_blocks, BLOCKS)
@@ -143,18 +144,16 @@ def _draw_blocks_kernel(
         inside = ids < vocab_size
         x = tl.load(logits + ids, mask=inside, other=float("-inf"))
         kept = inside
-        keys = value_keys(x, most, temperature)
         if TOP_K:
-            chosen, before_k = _within(keys, inside, value_k, limit_k, before_k, 1)
+            chosen, before_k = _within(value_keys(x, most, temperature), inside, value_k, limit_k, before_k, 1)
             kept = kept & chosen
         if TOP_P:
-            chosen, before_p = _within(keys, inside, value_p, limit_p, before_p, weight_p)
+            chosen, before_p = _within(value_keys(x, most, temperature), inside, value_p, limit_p, before_p, weight_p)
             kept = kept & (chosen | no_top_p)
         if min_p > 0.0:
             kept = kept & (soft_weights(x, most, temperature)[0].to(tl.float64) >= min_p)
         kept = kept | (inside & (most - most != 0.0))
-        any_kept = tl.max(kept.to(tl.int32), axis=0) > 0
-        if any_kept:
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
             score, first = _best(_scores(x, ids, kept, most, temperature, noise), ids)
             best_id = tl.where(score > best_score, first, best_id)
             best_score = tl.where(score > best_score, score, best_score)

@@ -2,8 +2,9 @@
 
 A token is kept while the sum before it (of ones for top_k, of int64 weights for top_p) is below a limit. Sums of
 integers have no order, so the last kept value is found four bits of its key a pass, from the top: every pass adds, over
-all tokens whose key begins as the one sought, the weights by the next four bits. The first two passes read the row; the
-second lists the few tokens that are left, and the others read the list. Ties are told apart when tokens are drawn. Does not know noise. Invariant: exact, so equal to summing in sorted order.
+all tokens whose key begins as the one sought, the weights by the next four bits. The first two passes read the row, the
+second lists the few tokens that are left, the others read the list. Ties are told apart by rank when tokens are drawn.
+Does not know noise. Invariant: exact, so equal to summing in sorted order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 4096  # tokens of one program
 SETTINGS = 8
 WIDTH: tl.constexpr = tl.constexpr(SETTINGS)
 _PASSES = 10
-_TILE, _WARPS = 256, 8  # tokens looked at together
+_TILE, _WARPS = 256, 4  # tokens looked at together
 _STATE = 4  # of a row, after a pass: value found so far, sum above it, bits of the limit, sum of the value's ties
 
 
@@ -114,6 +115,41 @@ def _narrow(
     return value * 16 + last, above, limit, tl.sum(tl.where(digit == last, by_digit, 0), axis=0)
 
 
+@triton.jit
+def _sum_block(
+    source, count, value, floor, most, temperature, step, listed,
+    TILE: tl.constexpr, BY_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """(sums of the sought among `count` tokens by the next four bits [16], how many were listed: pass 1 lists them)."""
+    shift = (36 - 4 * step).to(tl.int64)
+    digits = tl.arange(0, 16)[:, None]
+    by_digit = tl.zeros([16, TILE], tl.int64)
+    num_listed = 0
+    for start in range(0, count, TILE):  # REDUCTION ORDER: see SamplingOrder (integers: it has none)
+        index = start + tl.arange(0, TILE)
+        x = tl.load(source + index, mask=index < count, other=0.0)
+        key = value_keys(x, most, temperature)
+        sought = (index < count) & ((key >> (shift + 4)) == value) & (key >= floor)
+        weight = sought.to(tl.int64)
+        if BY_WEIGHT:
+            weight = tl.where(sought, soft_weights(x, most, temperature)[1], 0)
+        digit = ((key >> shift) & 15).to(tl.int32)
+        by_digit += tl.where(digit[None, :] == digits, weight[None, :], 0)
+        if step == 1:
+            place = num_listed + tl.cumsum(sought.to(tl.int32), axis=0) - 1
+            tl.store(listed + place, x, mask=sought)
+            num_listed += tl.sum(sought.to(tl.int32), axis=0)
+    return tl.sum(by_digit, axis=1), num_listed
+
+
+@triton.jit
+def _store_state(state, value, above, limit, ties):
+    tl.store(state, value)
+    tl.store(state + 1, above)
+    tl.store(state + 2, limit.to(tl.int64, bitcast=True))
+    tl.store(state + 3, ties)
+
+
 @triton.jit(do_not_specialize=["step"])
 def _search_kernel(
     logits, maxima, settings, state, sums, counted, listed, counts, row_stride, vocab_size, num_rows, num_blocks, step,
@@ -123,9 +159,8 @@ def _search_kernel(
     """Pass `step`: settle what the pass before it found, then sum by the next four bits. IS_LAST only settles."""
     block = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
-    row = setting(settings, slot, 0)
     temperature = setting64(settings, slot, 1)
-    most = row_maximum(maxima, row, num_blocks, BLOCKS)
+    most = row_maximum(maxima, setting(settings, slot, 0), num_blocks, BLOCKS)
     floor = slot * 0  # least value that top_k keeps
     excess = slot * 0  # weight of those of its ties that top_k drops
     start_limit = setting(settings, slot, 2).to(tl.float64)
@@ -137,44 +172,25 @@ def _search_kernel(
             excess = dropped * key_weight(floor, most, temperature)
     value, above, ties, limit = slot * 0, slot * 0, slot * 0, start_limit
     if step > 0:
-        before = (step - 1) * num_rows
         value, above, limit, ties = _narrow(
-            state + before * 4, sums + before * num_blocks * 16, slot, num_blocks, step == 1, start_limit, excess,
-            BLOCKS, BY_WEIGHT,
+            state + (step - 1) * num_rows * 4, sums + (step - 1) * num_rows * num_blocks * 16, slot, num_blocks,
+            step == 1, start_limit, excess, BLOCKS, BY_WEIGHT,
         )  # fmt: skip
     if block == 0:
-        state += (step * num_rows + slot) * 4
-        tl.store(state, value)
-        tl.store(state + 1, above)
-        tl.store(state + 2, limit.to(tl.int64, bitcast=True))
-        tl.store(state + 3, ties)
+        _store_state(state + (step * num_rows + slot) * 4, value, above, limit, ties)
     if not IS_LAST:
         listed += (slot * num_blocks + block) * BLOCK
-        source, count = logits + row * row_stride + block * BLOCK, tl.minimum(vocab_size - block * BLOCK, BLOCK)
+        counts += slot * num_blocks + block
+        source = logits + setting(settings, slot, 0) * row_stride + block * BLOCK
+        count = tl.minimum(vocab_size - block * BLOCK, BLOCK)
         if step > 1:
-            source, count = listed, tl.load(counts + slot * num_blocks + block)
-        shift = (36 - 4 * step).to(tl.int64)
-        digits = tl.arange(0, 16)[:, None]
-        by_digit = tl.zeros([16, TILE], tl.int64)
-        num_listed = 0
-        for start in range(0, count, TILE):  # REDUCTION ORDER: see SamplingOrder (integers: it has none)
-            index = start + tl.arange(0, TILE)
-            x = tl.load(source + index, mask=index < count, other=0.0)
-            key = value_keys(x, most, temperature)
-            sought = (index < count) & ((key >> (shift + 4)) == value) & (key >= floor)
-            weight = sought.to(tl.int64)
-            if BY_WEIGHT:
-                weight = tl.where(sought, soft_weights(x, most, temperature)[1], 0)
-            digit = ((key >> shift) & 15).to(tl.int32)
-            by_digit += tl.where(digit[None, :] == digits, weight[None, :], 0)
-            if step == 1:
-                place = num_listed + tl.cumsum(sought.to(tl.int32), axis=0) - 1
-                tl.store(listed + place, x, mask=sought)
-                num_listed += tl.sum(sought.to(tl.int32), axis=0)
+            source, count = listed, tl.load(counts)
+        by_digit, num_listed = _sum_block(
+            source, count, value, floor, most, temperature, step, listed, TILE, BY_WEIGHT
+        )
         if step == 1:
-            tl.store(counts + slot * num_blocks + block, num_listed)
-        sums += ((step * num_rows + slot) * num_blocks + block) * 16
-        tl.store(sums + tl.arange(0, 16), tl.sum(by_digit, axis=1))
+            tl.store(counts, num_listed)
+        tl.store(sums + ((step * num_rows + slot) * num_blocks + block) * 16 + tl.arange(0, 16), by_digit)
 
 
 def find_threshold(rows: Rows, by_weight: bool, counted: Threshold | None) -> Threshold:
@@ -190,7 +206,7 @@ def find_threshold(rows: Rows, by_weight: bool, counted: Threshold | None) -> Th
         _search_kernel[(1 if is_last else num_blocks, num_rows)](
             logits, rows.maxima, rows.settings, state, sums, counted.state if counted else state,
             listed, counts, logits.stride(0), logits.shape[1], num_rows, num_blocks, step,
-            BLOCK=BLOCK, TILE=_TILE, BLOCKS=triton.next_power_of_2(num_blocks), BY_WEIGHT=by_weight, TOP_K=counted is not None,
-            IS_LAST=is_last, num_warps=_WARPS, enable_fp_fusion=False,
+            BLOCK=BLOCK, TILE=_TILE, BLOCKS=triton.next_power_of_2(num_blocks),
+            BY_WEIGHT=by_weight, TOP_K=counted is not None, IS_LAST=is_last, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return Threshold(state[_PASSES], sums[_PASSES - 1])

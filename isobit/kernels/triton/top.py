@@ -1,8 +1,9 @@
 """The n largest entries of rows of logits on NVIDIA GPUs, by (value descending, id ascending): data movement only.
 
-For n <= 64 a row is read once: of its chunks, the n with the largest maxima (ties to the lower chunk) hold the n largest
-entries, since each chunk ahead of a given one holds an entry ahead of all of that one's. For more, value and id are
-packed into one int64, so that no two keys are equal and any sort gives one answer. Invariant: ties go to the lower id; NaN last.
+For n <= 64 a row is read once: of its chunks, the n with the largest maxima (ties to the lower chunk) hold the n
+largest entries, since each chunk ahead of a given one holds an entry ahead of all of that one's. For more, value and id
+are packed into one int64, so that no two keys are equal and any sort gives one answer. Knows no tokens' meaning.
+Invariant: ties go to the lower id; NaN comes last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TAKEN: tl.constexpr = tl.constexpr(-2147483648)
 
 @triton.jit
 def _take_largest(left, ids):
-    """(what is left without its largest entry, that entry's id): ties to the lower id; the end of int32 if none is left.
+    """(what is left without its largest entry, that entry's id), ties to the lower id, 2^31 - 1 if none is left.
 
     Two 32-bit reductions are faster than one over 64-bit keys.
     """
