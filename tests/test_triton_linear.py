@@ -73,10 +73,9 @@ def tiny(schedule: LinearSchedule) -> LinearSchedule:
 
 
 @pytest.mark.parametrize("kernel", ["pointer", "slice", "persistent"])
-@pytest.mark.parametrize("slices", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 17, 40])
+@pytest.mark.parametrize("slices, rows", [(1, 40), (2, 1), (2, 17), (3, 17)])
 def test_every_kernel_is_right(kernel: str, slices: int, rows: int) -> None:
-    order = order_of(72, 256, "bfloat16" if slices == 1 else "float32", slices)
+    order = order_of(40, 32 * slices, "bfloat16" if slices == 1 else "float32", slices)
     schedule = tiny(next(s for s in linear_schedules(order_of(4096, 4096)) if s.kernel == kernel))
     x, weight, bias, addend = inputs(order, rows)
     workspace = LinearWorkspace(CPU)
@@ -92,12 +91,12 @@ def test_every_kernel_is_right(kernel: str, slices: int, rows: int) -> None:
         assert_right(expected, x, weight, bias, addend)
 
 
-@pytest.mark.parametrize("n, k", [(33, 40), (64, 50), (7, 31), (48, 130)])
+@pytest.mark.parametrize("n, k", [(33, 40), (40, 50), (7, 31)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_odd_shapes(n: int, k: int, dtype: str) -> None:
     order = order_of(n, k, dtype, dtype=dtype)
     for schedule in {s.kernel: s for s in linear_schedules(order)}.values():
-        for rows in (1, 3, 17):
+        for rows in (1, 17):
             x, weight, bias, _ = inputs(order, rows)
             assert_right(linear(x, weight, order, tiny(schedule), LinearWorkspace(CPU), bias), x, weight, bias)
 
@@ -118,7 +117,7 @@ def test_any_number_of_rows_is_covered(n: int, k: int, output: str) -> None:
 
 
 def test_rows_apart_give_what_rows_side_by_side_give() -> None:
-    order = order_of(64, 64)
+    order = order_of(32, 64)
     x, weight, _, _ = inputs(order, 20)
     wide = torch.full((20, 96), torch.nan, dtype=x.dtype)
     wide[:, 16:80] = x

@@ -29,9 +29,10 @@ from isobit.kernels.vendor.cublaslt import CublasLt, VendorSchedule  # noqa: E40
 from isobit.order import MmaLinearOrder  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-ROWS = 1100
+ROWS = 2100
 COUNTS = (
-    1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024, 1025, 1100
+    1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024, 1025,
+    2048, 2049, 2100,
 )  # fmt: skip
 ORDERS = [
     MmaLinearOrder(768, 2048, "bfloat16", "bfloat16"),
@@ -98,7 +99,7 @@ def test_every_schedule_gives_the_bytes_of_the_reference(order: MmaLinearOrder, 
             run(x[rows], weight, order, schedule, workspace, out=out)
             assert_same(expected[rows], out, f"{schedule.name}, {count} rows from {start}")
             tried += 1
-    assert tried > 30
+    assert tried >= 20
     assert not workspace.counters.any()
 
 

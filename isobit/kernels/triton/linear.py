@@ -111,13 +111,12 @@ def _launch_persistent(
 ) -> None:
     bias, addend, out = results
     programs = min(workspace.multiprocessors, _tiles(x.shape[0], order, schedule))
-    _reserve(programs, order, schedule, workspace)
     tma_persistent_kernel[(programs,)](
         _tiled(x, schedule.rows, schedule.depth), _tiled(weight, schedule.columns, schedule.depth),
-        _tiled(out, schedule.rows, schedule.columns // schedule.parts), bias, addend, workspace.partials,
+        _tiled(out, schedule.rows, schedule.columns // schedule.parts), bias, addend,
         x.shape[0], order.n, order.k,
         schedule.rows, schedule.columns, schedule.depth, order.k_slices, schedule.parts, schedule.group,
-        order.k_slices == 1, **_options(schedule),
+        **_options(schedule),
     )  # fmt: skip
 
 

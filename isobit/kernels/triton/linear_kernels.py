@@ -7,7 +7,7 @@ tile; rows, columns and a K tail outside the matrices are zeros that are added o
 """
 
 # jit functions carry no types
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ __all__ = ["pointer_kernel", "reference_kernel", "tma_persistent_kernel", "tma_s
 
 
 @triton.jit
-def _write(acc, row, column, num_rows, n, bias, addend, out):
-    """Bias, addend, one rounding. `row` and `column` broadcast to acc's shape, whichever way it lies."""
-    inside = (row < num_rows) & (column < n)
+def _write(acc, first_row, row, column, num_rows, n, bias, addend, out):
+    """Bias, addend, one rounding. `row` of the tile and `column` broadcast to acc's shape, whichever way it lies."""
+    inside = (first_row + row < num_rows) & (column < n)
     if bias is not None:
         acc = acc + tl.load(bias + column, mask=column < n, other=0.0)
-    at = row.to(tl.int64) * n + column
+    base = first_row.to(tl.int64) * n  # 64 bits once a tile, 32 bits for each element
+    at = row * n + column
     if addend is not None:
-        acc = tl.load(addend + at, mask=inside, other=0.0) + acc
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+        acc = tl.load(addend + base + at, mask=inside, other=0.0) + acc
+    tl.store(out + base + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _finish(acc, row, column, num_rows, n, bias, addend, out, partials, counters, tile, SLICES: tl.constexpr):
+def _finish(
+    acc, first_row, row, column, num_rows, n, bias, addend, out, partials, counters, tile, SLICES: tl.constexpr
+):
     """Write a tile's only slice, or leave it in `partials`; the last of a tile to arrive adds all slices in order.
 
     Which program that is moves no bit. It leaves the counter at zero for the next launch.
     """
     if SLICES == 1:
-        _write(acc, row, column, num_rows, n, bias, addend, out)
+        _write(acc, first_row, row, column, num_rows, n, bias, addend, out)
     else:
         SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
         at = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
@@ -48,7 +51,7 @@ def _finish(acc, row, column, num_rows, n, bias, addend, out, partials, counters
             total = tl.load(of_tile, cache_modifier=".cg")
             for i in tl.static_range(1, SLICES):  # REDUCTION ORDER: see MmaLinearOrder
                 total = total + tl.load(of_tile + i * SIZE, cache_modifier=".cg")
-            _write(total, row, column, num_rows, n, bias, addend, out)
+            _write(total, first_row, row, column, num_rows, n, bias, addend, out)
             tl.store(counters + tile, 0)
 
 
@@ -62,7 +65,8 @@ def pointer_kernel(
     slices). K and strides come in units of 8 elements where they are multiples of it: 16-byte loads at any K."""
     tile = tl.program_id(0)
     row_tiles = tl.cdiv(num_rows, ROWS)
-    row = tile % row_tiles * ROWS + tl.arange(0, ROWS)  # programs side by side share a tile of the weight
+    first_row = tile % row_tiles * ROWS  # programs side by side share a tile of the weight
+    row = first_row + tl.arange(0, ROWS)
     column = tile // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
     k = k_units * UNIT
     slice_k = k // SLICES
@@ -83,9 +87,8 @@ def pointer_kernel(
         acc = tl.dot(w, a.T, acc)
         x_at += DEPTH
         w_at += DEPTH
-    _finish(
-        acc, row[None, :], column[:, None], num_rows, n, bias, addend, out, partials, counters, tile, SLICES
-    )  # fmt: skip
+    row, column = tl.arange(0, ROWS)[None, :], column[:, None]
+    _finish(acc, first_row, row, column, num_rows, n, bias, addend, out, partials, counters, tile, SLICES)
 
 
 @triton.jit(do_not_specialize=("num_rows", "n", "k"))
@@ -100,7 +103,7 @@ def tma_slice_kernel(
     first_column = tile // row_tiles * COLUMNS
     slice_k = k // SLICES
     first = tl.program_id(1) * slice_k
-    row = first_row + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
     if SWAP:
         acc = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -114,13 +117,10 @@ def tma_slice_kernel(
         else:
             acc = tl.dot(a, w.T, acc)
     if SWAP:
-        _finish(
-            acc, row[None, :], column[:, None], num_rows, n, bias, addend, out, partials, counters, tile, SLICES
-        )  # fmt: skip
+        row, column = row[None, :], column[:, None]
     else:
-        _finish(
-            acc, row[:, None], column[None, :], num_rows, n, bias, addend, out, partials, counters, tile, SLICES
-        )  # fmt: skip
+        row, column = row[:, None], column[None, :]
+    _finish(acc, first_row, row, column, num_rows, n, bias, addend, out, partials, counters, tile, SLICES)
 
 
 @triton.jit
@@ -145,77 +145,59 @@ def _column_parts_of_half(tile, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _keep(acc, kept, i, SLICES: tl.constexpr, PARTS: tl.constexpr):
-    """kept = acc, or kept + acc: the sum of the slices so far, in memory that only this program sees."""
+def _store_parts(acc, first_row, first_column, num_rows, n, bias, addend, out_tiles, PARTS: tl.constexpr):
+    """Bias, addend, one rounding, column part by column part."""
     parts = _column_parts(acc, PARTS)
     WIDTH: tl.constexpr = acc.shape[1] // PARTS
-    at = tl.arange(0, acc.shape[0])[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    for p in tl.static_range(PARTS):
-        part = parts[p]
-        part_at = kept + p * acc.shape[0] * WIDTH + at
-        if SLICES > 2:  # else this is the first
-            if i > 0:
-                part = tl.load(part_at, cache_modifier=".cg") + part
-        tl.store(part_at, part)
-    tl.debug_barrier()  # another thread may read what this one kept
-
-
-@triton.jit
-def _store_parts(acc, kept, first_row, first_column, num_rows, n, bias, addend, out_tiles, PARTS: tl.constexpr):
-    """Sum of the slices before, bias, addend, one rounding, column part by column part."""
-    parts = _column_parts(acc, PARTS)
-    WIDTH: tl.constexpr = acc.shape[1] // PARTS
-    tile_row = tl.arange(0, acc.shape[0])[:, None]
-    row = first_row + tile_row
+    row = tl.arange(0, acc.shape[0])[:, None]
     for i in tl.static_range(PARTS):
         part = parts[i]
         column = (first_column + i * WIDTH + tl.arange(0, WIDTH))[None, :]
-        if kept is not None:
-            at = i * acc.shape[0] * WIDTH + tile_row * WIDTH + tl.arange(0, WIDTH)[None, :]
-            part = tl.load(kept + at, cache_modifier=".cg") + part
         if bias is not None:
             part = part + tl.load(bias + column, mask=column < n, other=0.0)
         if addend is not None:
-            inside = (row < num_rows) & (column < n)
-            part = tl.load(addend + row.to(tl.int64) * n + column, mask=inside, other=0.0) + part
+            inside = (first_row + row < num_rows) & (column < n)
+            of_tile = addend + first_row.to(tl.int64) * n
+            part = tl.load(of_tile + (row * n + column), mask=inside, other=0.0) + part
         out_tiles.store([first_row, first_column + i * WIDTH], part.to(out_tiles.dtype))
+
+
+@triton.jit
+def _slice_of_tile(x_tiles, w_tiles, first_row, first_column, first, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   DEPTH: tl.constexpr):  # fmt: skip
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(steps):  # REDUCTION ORDER: see MmaLinearOrder
+        a = x_tiles.load([first_row, first + step * DEPTH])
+        w = w_tiles.load([first_column, first + step * DEPTH])
+        acc = tl.dot(a, w.T, acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=("num_rows", "n", "k"))
 def tma_persistent_kernel(
-    x_tiles, w_tiles, out_tiles, bias, addend, partials, num_rows, n, k,
+    x_tiles, w_tiles, out_tiles, bias, addend, num_rows, n, k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A program walks tiles. With more than one slice the sum of those before waits in `partials`: a second
-    accumulator of this size would not fit in registers.
+    """A program walks tiles; it keeps the sum of the slices so far beside the accumulator of the present one.
 
-    Tiles go in groups of `GROUP` row tiles, so that programs at work together share weights and rows in L2.
+    Tiles go in groups of `GROUP` row tiles, so that programs at work together share weights and rows in L2. With one
+    slice the loops are flattened: a tile's first loads overlap the last tile's stores.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
-    slice_k = k // SLICES
+    steps = tl.cdiv(k // SLICES, DEPTH)
     in_group = GROUP * column_tiles
-    own_tiles = tl.cdiv(row_tiles * column_tiles - tl.program_id(0), tl.num_programs(0))
-    for turn in tl.range(0, own_tiles * SLICES, flatten=FLATTEN):  # REDUCTION ORDER: see MmaLinearOrder
-        tile = tl.program_id(0) + turn // SLICES * tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=SLICES == 1):
         group_row = tile // in_group * GROUP
         height = min(row_tiles - group_row, GROUP)
         first_row = (group_row + tile % in_group % height) * ROWS
         first_column = tile % in_group // height * COLUMNS
-        i = turn % SLICES
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for step in range(tl.cdiv(slice_k, DEPTH)):  # REDUCTION ORDER: see MmaLinearOrder
-            a = x_tiles.load([first_row, i * slice_k + step * DEPTH])
-            w = w_tiles.load([first_column, i * slice_k + step * DEPTH])
-            acc = tl.dot(a, w.T, acc)
-        if SLICES == 1:
-            _store_parts(acc, None, first_row, first_column, num_rows, n, bias, addend, out_tiles, PARTS)
-        else:
-            kept = partials + tl.program_id(0) * (ROWS * COLUMNS)
-            if i == SLICES - 1:
-                _store_parts(acc, kept, first_row, first_column, num_rows, n, bias, addend, out_tiles, PARTS)
-            else:
-                _keep(acc, kept, i, SLICES, PARTS)
+        total = _slice_of_tile(x_tiles, w_tiles, first_row, first_column, 0, steps, ROWS, COLUMNS, DEPTH)
+        for i in tl.static_range(1, SLICES):  # REDUCTION ORDER: see MmaLinearOrder
+            first = i * (k // SLICES)
+            acc = _slice_of_tile(x_tiles, w_tiles, first_row, first_column, first, steps, ROWS, COLUMNS, DEPTH)
+            total = total + acc
+        _store_parts(total, first_row, first_column, num_rows, n, bias, addend, out_tiles, PARTS)
 
 
 @triton.jit(do_not_specialize=("num_rows", "n", "k", "x_stride"))
@@ -223,7 +205,8 @@ def reference_kernel(
     x, weight, bias, addend, out, num_rows, n, k, x_stride, SLICES: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """MmaLinearOrder as plainly as it can be written: 16 rows, 16 products of each at a time."""
-    row = tl.program_id(0) * 16 + tl.arange(0, 16)
+    first_row = tl.program_id(0) * 16
+    row = first_row + tl.arange(0, 16)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, 16)
     slice_k = k // SLICES
@@ -239,4 +222,4 @@ def reference_kernel(
             w = tl.load(w_at + at, mask=(column < n)[:, None] & inside, other=0.0)
             acc = tl.dot(a, w.T, acc)
         total = acc if i == 0 else total + acc
-    _write(total, row[:, None], column[None, :], num_rows, n, bias, addend, out)
+    _write(total, first_row, tl.arange(0, 16)[:, None], column[None, :], num_rows, n, bias, addend, out)

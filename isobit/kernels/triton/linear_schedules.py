@@ -58,8 +58,10 @@ _TILES = (
     _schedule("slice", (9, 128), (64, 64, 128), warps=4, stages=6),
     _schedule("slice", (65, 512), (64, 128, 128), warps=4, stages=4),
 )
-_SLICED = _schedule("slice", (129, 1024), (128, 128, 64), warps=8, stages=6)
 _LARGE = _schedule("persistent", (257, ANY_ROWS), (128, 256, 64), warps=8, stages=3, parts=4)
+# With slices a program holds two accumulators, or partial sums go through memory: smaller tiles.
+_SLICED = _schedule("slice", (129, 2048), (128, 128, 64), warps=8, stages=6)
+_LARGE_SLICED = _schedule("persistent", (513, ANY_ROWS), (128, 128, 64), warps=8, stages=5, parts=4)
 _UNPERSISTENT = _schedule("slice", (129, ANY_ROWS), (128, 128, 64), warps=8, stages=6)
 _GENERIC = _schedule("pointer", (1, ANY_ROWS), (64, 64, 32), warps=4, stages=3)
 
@@ -76,7 +78,7 @@ def linear_schedules(order: MmaLinearOrder) -> tuple[LinearSchedule, ...]:
     if order.n % 8:
         many: tuple[LinearSchedule, ...] = (_UNPERSISTENT,)
     else:
-        many = (_SLICED, _LARGE) if order.k_slices > 1 else (_LARGE,)
+        many = (_SLICED, _LARGE_SLICED) if order.k_slices > 1 else (_LARGE,)
     slice_k = order.k // order.k_slices
     fitting = [s for s in (*few, *_TILES, *many) if order.k_slices == 1 or slice_k % s.depth == 0 or s == _FINE]
     return tuple(fitting)
