@@ -1,0 +1,61 @@
+"""The arithmetic of `MmaAttentionOrder` that every attention kernel of this package shares: one block, one merge.
+
+Knows tensors of scores and of partial results; knows no pages, requests or tiles. Invariant: nothing here depends on
+how a tensor lies in registers. A maximum is exact in any order, and a sum is only ever a tree of pairs, whose two
+operands may swap but not regroup; so tiles of any height and any number of warps give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["attend_block", "merge_splits", "row_sum"]
+
+
+@triton.jit
+def row_sum(p):
+    """Sum of the columns of p by halves: j with j + N/2, ... down to 8 columns, then neighbours, then j + 4, j + 2.
+
+    # REDUCTION ORDER: see MmaAttentionOrder
+    Columns 32, 16, 8 and 1 apart lie in one thread of a tensor-core accumulator, those 4 and 2 apart in two lanes:
+    reduced last, when one value per lane is left. A reduction over an axis of two is one commutative addition.
+    """
+    rows: tl.constexpr = p.shape[0]
+    if p.shape[1] == 128:
+        p = tl.sum(tl.reshape(p, (rows, 2, 64)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 2, 32)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 2, 16)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 2, 8)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 4, 2)), 2)
+    p = tl.sum(tl.reshape(p, (rows, 2, 2)), 1)
+    return tl.sum(p, 1)
+
+
+@triton.jit
+def attend_block(q, k, v, m, l, o, scale, limits, first_key, MASKED: tl.constexpr):
+    """One block of keys: the next (m, l, o). `limits` are the rows' own positions; `first_key` is the block's.
+
+    A row that has seen no key of its split yet has m = -inf: 0 stands in for it, so that nothing becomes NaN and the
+    block leaves (m, l, o) as they were.
+    """
+    s = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        keys = first_key + tl.arange(0, k.shape[0])
+        s = tl.where(keys[None, :] <= limits[:, None], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    shift = m_new
+    if MASKED:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
+    p = tl.exp2(s - shift[:, None])
+    l = l * alpha + row_sum(p)
+    o = tl.dot(p.to(v.dtype), v, o * alpha[:, None])
+    return m_new, l, o
+
+
+@triton.jit
+def merge_splits(m_left, l_left, o_left, m, l, o):
+    """(left) merged with the split after it; a split of which a row sees nothing (m = -inf) leaves it as it was."""
+    m_new = tl.maximum(m_left, m)
+    alpha = tl.exp2(m_left - m_new)
+    beta = tl.exp2(m - m_new)
+    return m_new, l_left * alpha + l * beta, o_left * tl.expand_dims(alpha, -1) + o * tl.expand_dims(beta, -1)
