@@ -70,15 +70,15 @@ def linear_schedules(order: MmaLinearOrder) -> tuple[LinearSchedule, ...]:
     """The schedules that can run for the Order's (n, k).
 
     Tensor descriptors need rows of whole 16 bytes. They fill what lies behind K with zeros, but not what lies behind a
-    slice: there the depth must divide the slice.
+    slice: there the depth must divide the slice. `pointer` takes anything.
     """
-    if order.k % 8:
+    slice_k = order.k // order.k_slices
+    if order.k % 8 or (order.k_slices > 1 and slice_k % 128):
         return (_FINE, _GENERIC)
     few = (_FINE, _EIGHT) if order.k_slices > 1 else (_FINE, _WIDE)
     if order.n % 8:
         many: tuple[LinearSchedule, ...] = (_UNPERSISTENT,)
     else:
         many = (_SLICED, _LARGE_SLICED) if order.k_slices > 1 else (_LARGE,)
-    slice_k = order.k // order.k_slices
     fitting = [s for s in (*few, *_TILES, *many) if order.k_slices == 1 or slice_k % s.depth == 0 or s == _FINE]
     return tuple(fitting)
