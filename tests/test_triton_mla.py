@@ -19,6 +19,7 @@ from isobit.kernels.triton.mla import (  # isort: skip
     mla_attention,
     mla_plan,
     mla_schedules,
+    pad_plan,
     reference_mla,
     upload_plan,
 )
@@ -107,6 +108,23 @@ def test_schedules_over_split_ends(walk: bool) -> None:
 def test_latent_width_that_is_no_power_of_two() -> None:
     batch = Batch(order_of(latent=192), (66,))
     assert_close(run(batch, [(0, 60, 66)], mla_schedules(batch.order)[0], None), batch.truth(0, 60, 66))
+
+
+def test_padded_plans_give_the_same_bits_and_must_fit() -> None:
+    batch = Batch(order_of(), (200,))
+    schedule = mla_schedules(batch.order)[0]
+    q, arrays = batch.arrays([(0, 190, 196)])
+    plan = mla_plan(*arrays[:2], HEADS, batch.order, schedule.rows, 4, walk=False)
+    padded = pad_plan(plan, len(plan.items) + 3, 9, len(plan.merges) + 2)
+    workspace = MlaWorkspace(q.device, batch.order.value_dim)
+    workspace.reserve(plan.partial_rows, 9)
+    results = [
+        mla_attention(q, batch.layer, upload_plan(p, *arrays, q.device), batch.order, SCALE, schedule, workspace)
+        for p in (plan, padded)
+    ]
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match="does not fit"):
+        pad_plan(plan, len(plan.items) - 1, 9, len(plan.merges))
 
 
 def test_refuses_what_it_cannot_compute() -> None:

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isobit.kernels.interface import TORCH_DTYPES
-from isobit.kernels.triton.mla_plan import MlaPlan, MlaTables, mla_plan, upload_plan
+from isobit.kernels.triton.mla_plan import MlaPlan, MlaTables, mla_plan, pad_plan, upload_plan
 from isobit.kernels.triton.mla_tiles import item_kernel, merge_kernel
+from isobit.kernels.triton.mla_wgmma import wgmma_kernel
 from isobit.order import MmaAttentionOrder
 
 __all__ = [
-    "MlaPlan", "MlaSchedule", "MlaTables", "MlaWorkspace", "mla_attention", "mla_plan", "mla_schedules",
+    "MlaPlan", "MlaSchedule", "MlaTables", "MlaWorkspace", "mla_attention", "mla_plan", "mla_schedules", "pad_plan",
     "reference_mla", "upload_plan",
 ]  # fmt: skip
 
@@ -30,7 +33,7 @@ _FOLDED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class MlaSchedule:
-    """A tile of `rows` (token, head) pairs; `kernel` is "triton" or "wgmma"."""
+    """A tile of `rows` (token, head) pairs; `kernel` is "triton" (any width) or "wgmma" (256 or 512 + 64)."""
 
     name: str
     kernel: str
@@ -50,10 +53,8 @@ _WGMMA = MlaSchedule("wgmma-64", "wgmma", 64, 4)
 def mla_schedules(order: MmaAttentionOrder) -> tuple[MlaSchedule, ...]:
     """The schedules offered for an Order. Raises ValueError for an Order that no kernel here computes."""
     _check_order(order)
-    rope = order.head_dim - order.value_dim
-    pairs = order.kv_split_size % (2 * order.kv_block) == 0
-    if order.value_dim in (128, 256, 512) and rope == order.kv_block == 64 and pairs:
-        return (*_TRITON, _WGMMA)
+    if order.value_dim in (256, 512) and order.head_dim - order.value_dim == order.kv_block == 64:
+        return (_WGMMA,)
     return _TRITON
 
 
@@ -171,17 +172,12 @@ def _launch_wgmma(
     scale: float,
     workspace: MlaWorkspace,
 ) -> None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from isobit.kernels.triton.mla_wgmma import wgmma_kernel
-
     layout = gl.NVMMASharedLayout(128, 16, 2)
     rows, pages = q.view(-1, order.head_dim), latent_layer.view(-1, order.head_dim)
-    half, rope = [64, order.value_dim // 2], [64, order.head_dim - order.value_dim]
+    quarter, rope = [64, order.value_dim // 4], [64, order.head_dim - order.value_dim]
     wgmma_kernel[(len(tables.programs) - 1,)](
-        TensorDescriptor.from_tensor(rows, half, layout), TensorDescriptor.from_tensor(rows, rope, layout),
-        TensorDescriptor.from_tensor(pages, half, layout), TensorDescriptor.from_tensor(pages, rope, layout),
+        TensorDescriptor.from_tensor(rows, quarter, layout), TensorDescriptor.from_tensor(rows, rope, layout),
+        TensorDescriptor.from_tensor(pages, quarter, layout), TensorDescriptor.from_tensor(pages, rope, layout),
         out, workspace.folded, workspace.partial_ml, workspace.partial_o, tables.items, tables.programs,
         tables.query_starts, tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1],
         scale * _LOG2_E, order.kv_split_size // order.kv_block, PAGE=order.kv_block, num_warps=4,

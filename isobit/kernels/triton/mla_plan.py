@@ -8,7 +8,7 @@ because both ways of merging are the same formula applied left to right; it may 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 
 from isobit.order import MmaAttentionOrder
 
-__all__ = ["MlaPlan", "MlaTables", "mla_plan", "upload_plan"]
+__all__ = ["MlaPlan", "MlaTables", "mla_plan", "pad_plan", "upload_plan"]
 
 Int32 = npt.NDArray[np.int32]
 _ITEM_COST = 3  # blocks that fetching q and writing the result of an item are worth
@@ -123,6 +123,22 @@ def _merges(
     merges[:, 2] = rows_per_tile
     merges[:, 3] = parts[tile]
     return merges.astype(np.int32)
+
+
+def pad_plan(plan: MlaPlan, num_items: int, num_programs: int, num_merges: int) -> MlaPlan:
+    """The plan in arrays of fixed sizes, for a graph that is replayed over them: idle programs, entries to skip.
+
+    Raises ValueError for a plan that does not fit.
+    """
+    sizes = len(plan.items), len(plan.programs) - 1, len(plan.merges)
+    room = num_items, num_programs, num_merges
+    if any(size > limit for size, limit in zip(sizes, room, strict=True)):
+        raise ValueError(f"a plan of {sizes} items, programs and merges does not fit into {room}")
+    items = np.full((num_items, _ITEM_FIELDS), -1, np.int32)
+    programs = np.full(num_programs + 1, plan.programs[-1], np.int32)
+    merges = np.full((num_merges, 4), -1, np.int32)
+    items[: sizes[0]], programs[: sizes[1] + 1], merges[: sizes[2]] = plan.items, plan.programs, plan.merges
+    return replace(plan, items=items, programs=programs, merges=merges)
 
 
 def upload_plan(

@@ -5,6 +5,7 @@ tile's request lies, never what else is in the batch. Invariant: a row's bits ar
 row_sum "mma", whatever ROWS, the warps and the stages; the tallest tile and the smallest agree by bytes. The row sum
 goes through the tensor core, so no sum depends on how a tile lies in registers.
 """
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 import triton
 import triton.language as tl
@@ -83,6 +84,8 @@ def item_kernel(q, latents, out, items, partial_ml, partial_o, query_starts, sta
     """One program an item of `MlaPlan.items`: writes `out`, or the (m, l, o) of its one split. Grid (T,)."""
     item = items + 6 * tl.program_id(0)
     request = tl.load(item)
+    if request < 0:
+        return
     first_row = tl.load(item + 1)
     split = tl.load(item + 2)
     end_split = tl.load(item + 3)

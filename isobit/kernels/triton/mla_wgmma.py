@@ -6,6 +6,7 @@ keys and values at once; p takes the place of its rope features, which are done 
 folded into float32 in global memory (one tile a program, so it stays in L2). Knows an item of `mla_plan`, nothing else
 of the batch. Invariant: the bits of a row are those of `reference_mla`.
 """
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,17 +18,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from isobit.kernels.triton.mla_parts import clear_unseen, flat, softmax, tall
+
 __all__ = ["wgmma_kernel"]
 
-# Barriers by place; FULL and FREE of a page: + 2 * half + slot, the rope features come and go with half 1.
+# Barriers by place; FULL and FREE of a page: + 2 * quarter + slot, the rope features come and go with quarter 3.
 _FULL = gl.constexpr(0)
-_FREE = gl.constexpr(4)
-_P_FULL = gl.constexpr(8)  # + slot
-_Q_FULL = gl.constexpr(10)
-_Q_FREE = gl.constexpr(11)
-_FOLD_FULL = gl.constexpr(12)
-_FOLD_FREE = gl.constexpr(13)
-_NUM_BARRIERS = gl.constexpr(14)
+_FREE = gl.constexpr(8)
+_P_FULL = gl.constexpr(16)  # + slot
+_Q_FULL = gl.constexpr(18)
+_Q_FREE = gl.constexpr(19)
+_FOLD_FULL = gl.constexpr(20)
+_FOLD_FREE = gl.constexpr(21)
+_NUM_BARRIERS = gl.constexpr(22)
 
 # Rows of `stats`: alpha of the block in each slot; what a finished split is folded with.
 _ALPHA = gl.constexpr(0)
@@ -52,14 +55,12 @@ def _item(items, query_starts, start_positions, index, num_heads, per_split, PAG
 
 
 @gluon.jit
-def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers,
+def _fetch(batch, q_quarter, q_rope, page_quarter, page_rope, q_buffers, k_buffers, barriers,
            per_split, PAGE: gl.constexpr):  # fmt: skip
-    """The warp that brings q tiles and pages, each as soon as its slot is free."""
+    """The warp that brings q tiles and pages, each quarter as soon as its slot is free."""
     items, programs, query_starts, start_positions, page_tables, table_width, num_heads = batch
-    q_left, q_right, q_tail = q_buffers
-    k_left, k_right, k_tail = k_buffers
-    HALF: gl.constexpr = k_left.shape[2]
-    ROPE: gl.constexpr = k_tail.shape[2]
+    QUARTER: gl.constexpr = k_buffers[0].shape[2]
+    ROPE: gl.constexpr = k_buffers[4].shape[2]
     fill = 0
     begin = gl.load(programs + gl.program_id(0))
     for index in range(begin, gl.load(programs + gl.program_id(0) + 1)):
@@ -69,52 +70,35 @@ def _fetch(batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, ba
         page = gl.load(table + first)
         mbarrier.wait(barriers.index(_Q_FREE), ((index - begin) & 1) ^ 1)
         full = barriers.index(_Q_FULL)
-        mbarrier.expect(full, 64 * (2 * HALF + ROPE) * 2)
-        tma.async_copy_global_to_shared(q_half, [q_row + first_row, 0], full, q_left)
-        tma.async_copy_global_to_shared(q_half, [q_row + first_row, HALF], full, q_right)
-        tma.async_copy_global_to_shared(q_rope, [q_row + first_row, 2 * HALF], full, q_tail)
+        mbarrier.expect(full, 64 * (4 * QUARTER + ROPE) * 2)
+        for i in gl.static_range(4):
+            tma.async_copy_global_to_shared(q_quarter, [q_row + first_row, i * QUARTER], full, q_buffers[i])
+        tma.async_copy_global_to_shared(q_rope, [q_row + first_row, 4 * QUARTER], full, q_buffers[4])
         for block in range(first, end):
             slot = fill & 1
             phase = ((fill >> 1) & 1) ^ 1
             row = page * PAGE
             page = gl.load(table + gl.minimum(block + 1, end - 1))
-            mbarrier.wait(barriers.index(_FREE + slot), phase)
-            full = barriers.index(_FULL + slot)
-            mbarrier.expect(full, PAGE * HALF * 2)
-            tma.async_copy_global_to_shared(page_half, [row, 0], full, k_left.index(slot))
-            mbarrier.wait(barriers.index(_FREE + 2 + slot), phase)
-            full = barriers.index(_FULL + 2 + slot)
-            mbarrier.expect(full, PAGE * (HALF + ROPE) * 2)
-            tma.async_copy_global_to_shared(page_half, [row, HALF], full, k_right.index(slot))
-            tma.async_copy_global_to_shared(page_rope, [row, 2 * HALF], full, k_tail.index(slot))
+            for i in gl.static_range(4):
+                mbarrier.wait(barriers.index(_FREE + 2 * i + slot), phase)
+                full = barriers.index(_FULL + 2 * i + slot)
+                mbarrier.expect(full, PAGE * (QUARTER + (ROPE if i == 3 else 0)) * 2)
+                tma.async_copy_global_to_shared(page_quarter, [row, i * QUARTER], full, k_buffers[i].index(slot))
+                if i == 3:
+                    tma.async_copy_global_to_shared(page_rope, [row, 4 * QUARTER], full, k_buffers[4].index(slot))
             fill += 1
 
 
 @gluon.jit
 def _scores(q_buffers, k_buffers, barriers, slot, phase, S: gl.constexpr):
     """q @ k of the page in a slot, one accumulator: latent features ascending, then rope."""
-    q_left, q_right, q_tail = q_buffers
-    k_left, k_right, k_tail = k_buffers
-    KEYS: gl.constexpr = k_left.shape[1]
+    KEYS: gl.constexpr = k_buffers[0].shape[1]
     s = gl.zeros([64, KEYS], gl.float32, S)
-    mbarrier.wait(barriers.index(_FULL + slot), phase)
-    s = warpgroup_mma(q_left, k_left.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(barriers.index(_FULL + 2 + slot), phase)
-    s = warpgroup_mma(q_right, k_right.index(slot).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_tail, k_tail.index(slot).permute((1, 0)), s, is_async=True)
+    for i in gl.static_range(4):
+        mbarrier.wait(barriers.index(_FULL + 2 * i + slot), phase)
+        s = warpgroup_mma(q_buffers[i], k_buffers[i].index(slot).permute((1, 0)), s, use_acc=i > 0, is_async=True)
+    s = warpgroup_mma(q_buffers[4], k_buffers[4].index(slot).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, [s])
-
-
-@gluon.jit
-def _softmax(s, m, first_key, scale, limits, open_end, S: gl.constexpr):
-    """(m', alpha, p) of a block whose rows see keys up to `limits`; all rows see the keys before `open_end`."""
-    s = s * scale
-    if first_key + s.shape[1] > open_end:
-        keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        s = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(limits, 1), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, gl.exp2(m - shift), gl.exp2(s - gl.expand_dims(shift, 1))
 
 
 @gluon.jit
@@ -124,7 +108,7 @@ def _weigh(batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PAGE, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     V: gl.constexpr = gl.SliceLayout(1, S)
-    k_tail = k_buffers[2]
+    k_tail = k_buffers[4]
     fill = 0
     splits = 0
     begin = gl.load(programs + gl.program_id(0))
@@ -145,7 +129,7 @@ def _weigh(batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones
             for block in range(start, gl.minimum(start + per_split, end)):
                 slot = fill & 1
                 s = _scores(q_buffers, k_buffers, barriers, slot, (fill >> 1) & 1, S)
-                m, alpha, p = _softmax(s, m, block * PAGE, scale, limits, open_end, S)
+                m, alpha, p = softmax(s, m, block * PAGE, scale, limits, open_end, S)
                 p = p.to(k_tail.dtype)
                 k_tail.index(slot).store(p)
                 stats.index(_ALPHA + slot).store(alpha)
@@ -179,70 +163,48 @@ def _weigh(batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones
 
 
 @gluon.jit
-def _clear_unseen(values, seen):
-    """Zero the value rows from `seen` on: the cache may hold NaN there, and 0 * NaN is not 0."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    COLUMNS: gl.constexpr = values.shape[1]
-    for column in gl.static_range(0, COLUMNS, 64):
-        part = values.slice(column, 64, 1)
-        x = part.load(layout)
-        part.store(gl.where(gl.expand_dims(row < seen, 1), x, gl.zeros_like(x)))
-    fence_async_shared()
+def _accumulate(oa, ob, ka, kb, k_tail, stats, barriers, slot, phase, seen, WHO: gl.constexpr):
+    """Both quarters of o after the block in a slot: p of the scores' warpgroup times this one's half of the values."""
+    W: gl.constexpr = gl.SliceLayout(1, oa.type.layout)
+    mbarrier.wait(barriers.index(_FULL + 4 * WHO + slot), phase)
+    mbarrier.wait(barriers.index(_FULL + 4 * WHO + 2 + slot), phase)
+    mbarrier.wait(barriers.index(_P_FULL + slot), phase)
+    if seen < ka.shape[1]:
+        clear_unseen(ka.index(slot), seen)
+        clear_unseen(kb.index(slot), seen)
+        gl.thread_barrier()
+    p = k_tail.index(slot)
+    alpha = gl.expand_dims(stats.index(_ALPHA + slot).load(W), 1)
+    oa = oa * alpha
+    ob = ob * alpha
+    oa = warpgroup_mma(p, ka.index(slot), oa, is_async=True)
+    ob = warpgroup_mma(p, kb.index(slot), ob, is_async=True)
+    oa = warpgroup_mma_wait(1, [oa])
+    mbarrier.arrive(barriers.index(_FREE + 4 * WHO + slot), count=1)
+    ob = warpgroup_mma_wait(0, [ob])
+    mbarrier.arrive(barriers.index(_FREE + 4 * WHO + 2 + slot), count=1)
+    return oa, ob
 
 
 @gluon.jit
-def _flat(o):
-    """[64, N] of an accumulator as a vector, in the order in which its threads hold it: 16 bytes each, side by side.
-
-    Registers hold columns c, c + 1 of rows r and r + 8, lanes 4 pairs of columns of 8 rows, warps 16 rows.
-    """
-    N: gl.constexpr = o.shape[1]
-    o = gl.permute(gl.reshape(o, [4, 2, 8, N // 8, 4, 2]), [0, 3, 2, 4, 1, 5])
-    return gl.reshape(o, [64 * N])
-
-
-@gluon.jit
-def _tall(x, layout: gl.constexpr):
-    """The inverse of `_flat`."""
-    N: gl.constexpr = x.shape[0] // 64
-    x = gl.permute(gl.reshape(x, [4, N // 8, 8, 4, 2, 2]), [0, 4, 2, 1, 3, 5])
-    return gl.convert_layout(gl.reshape(x, [64, N]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _accumulate(o, k_half, k_tail, stats, barriers, slot, seen, WHO: gl.constexpr):
-    """o after the block in a slot: p of the scores' warpgroup times this one's half of the values."""
-    values = k_half.index(slot)
-    W: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    if seen < values.shape[0]:
-        _clear_unseen(values, seen)
-    o = o * gl.expand_dims(stats.index(_ALPHA + slot).load(W), 1)
-    o = warpgroup_mma_wait(0, [warpgroup_mma(k_tail.index(slot), values, o, is_async=True)])
-    mbarrier.arrive(barriers.index(_FREE + 2 * WHO + slot), count=1)
-    return o
-
-
-@gluon.jit
-def _accumulate_item(item, fold, k_half, k_tail, barriers, stats, fill, splits, per_split,
+def _accumulate_item(item, fold, ka, kb, k_tail, barriers, stats, fill, splits, per_split,
                      WHO: gl.constexpr, PAGE: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """(o, row sums, fill, splits) of the blocks of an item, its splits folded left to right."""
+    """(both quarters of o, row sums, fill, splits) of the blocks of an item, its splits folded left to right."""
     first, end, end_key = item
-    HALF: gl.constexpr = k_half.shape[2]
+    QUARTER: gl.constexpr = ka.shape[2]
     W: gl.constexpr = gl.SliceLayout(1, O)
-    o = gl.zeros([64, HALF], gl.float32, O)
+    oa = gl.zeros([64, QUARTER], gl.float32, O)
+    ob = gl.zeros([64, QUARTER], gl.float32, O)
     l = gl.zeros([64], gl.float32, W)
     # REDUCTION ORDER: see MmaAttentionOrder
     for start in range(first, end, per_split):
         stop = gl.minimum(start + per_split, end)
-        o = gl.zeros([64, HALF], gl.float32, O)
+        oa = gl.zeros([64, QUARTER], gl.float32, O)
+        ob = gl.zeros([64, QUARTER], gl.float32, O)
         # REDUCTION ORDER: see MmaAttentionOrder
         for block in range(start, stop):
-            slot = fill & 1
-            phase = (fill >> 1) & 1
-            mbarrier.wait(barriers.index(_FULL + 2 * WHO + slot), phase)
-            mbarrier.wait(barriers.index(_P_FULL + slot), phase)
-            o = _accumulate(o, k_half, k_tail, stats, barriers, slot, end_key - block * PAGE, WHO)
+            oa, ob = _accumulate(oa, ob, ka, kb, k_tail, stats, barriers, fill & 1, (fill >> 1) & 1,
+                                 end_key - block * PAGE, WHO)  # fmt: skip
             fill += 1
         mbarrier.wait(barriers.index(_FOLD_FULL), splits & 1)
         alpha = gl.expand_dims(stats.index(_FOLD_LEFT).load(W), 1)
@@ -251,24 +213,25 @@ def _accumulate_item(item, fold, k_half, k_tail, barriers, stats, fill, splits, 
         mbarrier.arrive(barriers.index(_FOLD_FREE), count=1)
         splits += 1
         if start > first:
-            o = _tall(gl.load(fold), O) * alpha + o * beta
+            oa = tall(gl.load(fold), O) * alpha + oa * beta
+            ob = tall(gl.load(fold + 64 * QUARTER), O) * alpha + ob * beta
         if stop < end:
-            gl.store(fold, _flat(o))
-    return o, l, fill, splits
+            gl.store(fold, flat(oa))
+            gl.store(fold + 64 * QUARTER, flat(ob))
+    return oa, ob, l, fill, splits
 
 
 @gluon.jit
-def _attend(WHO: gl.constexpr, batch, outputs, k_half, k_tail, barriers, stats, per_split, PAGE: gl.constexpr):
-    """A warpgroup of values, half WHO of the features of every item of the program."""
+def _attend(WHO: gl.constexpr, batch, outputs, ka, kb, k_tail, barriers, stats, per_split, PAGE: gl.constexpr):
+    """A warpgroup of values, quarters 2 * WHO and 2 * WHO + 1 of the features of every item of the program."""
     items, programs, query_starts, start_positions, _, _, num_heads = batch
     out, folded, partial_o = outputs
-    HALF: gl.constexpr = k_half.shape[2]
-    COLUMNS: gl.constexpr = 128 if HALF > 128 else HALF  # with 512 threads ptxas takes no instruction of 256
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    column = gl.expand_dims(WHO * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O)), 0)
+    QUARTER: gl.constexpr = ka.shape[2]
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUARTER, 16])
+    column = gl.expand_dims(2 * WHO * QUARTER + gl.arange(0, QUARTER, gl.SliceLayout(0, O)), 0)
     tile_row = gl.arange(0, 64, gl.SliceLayout(1, O))
-    FLAT: gl.constexpr = _flat(gl.zeros([64, HALF], gl.float32, O)).type.layout
-    fold = folded + (2 * gl.program_id(0) + WHO) * (64 * HALF) + gl.arange(0, 64 * HALF, FLAT)
+    FLAT: gl.constexpr = flat(gl.zeros([64, QUARTER], gl.float32, O)).type.layout
+    fold = folded + (2 * gl.program_id(0) + WHO) * (128 * QUARTER) + gl.arange(0, 64 * QUARTER, FLAT)
     fill = 0
     splits = 0
     begin = gl.load(programs + gl.program_id(0))
@@ -276,32 +239,38 @@ def _attend(WHO: gl.constexpr, batch, outputs, k_half, k_tail, barriers, stats, 
         _, q_row, first_row, rows, position, first, end, partial = _item(
             items, query_starts, start_positions, index, num_heads, per_split, PAGE)  # fmt: skip
         end_key = position + (gl.minimum(first_row + 64, rows) - 1) // num_heads + 1
-        o, l, fill, splits = _accumulate_item((first, end, end_key), fold, k_half, k_tail, barriers, stats, fill, splits,
-                                              per_split, WHO, PAGE, O)  # fmt: skip
+        oa, ob, l, fill, splits = _accumulate_item((first, end, end_key), fold, ka, kb, k_tail, barriers, stats, fill,
+                                                   splits, per_split, WHO, PAGE, O)  # fmt: skip
         row = first_row + tile_row
         valid = gl.expand_dims(row < rows, 1)
         if partial < 0:
-            at = gl.expand_dims((q_row + row).to(gl.int64) * (2 * HALF), 1) + column
-            o = gl.div_rn(o, gl.broadcast(gl.expand_dims(l, 1), o)[0])
-            gl.store(out + at, o.to(out.dtype.element_ty), mask=valid)
+            at = out + gl.expand_dims((q_row + row).to(gl.int64) * (4 * QUARTER), 1) + column
+            total = gl.broadcast(gl.expand_dims(l, 1), oa)[0]
+            gl.store(at, gl.div_rn(oa, total).to(out.dtype.element_ty), mask=valid)
+            gl.store(at + QUARTER, gl.div_rn(ob, total).to(out.dtype.element_ty), mask=valid)
         else:
-            at = gl.expand_dims((partial + tile_row).to(gl.int64) * (2 * HALF), 1) + column
-            gl.store(partial_o + at, o, mask=valid)
+            slot = gl.expand_dims((partial + tile_row).to(gl.int64) * (4 * QUARTER), 1)
+            gl.store(partial_o + slot + column, oa, mask=valid)
+            gl.store(partial_o + QUARTER + slot + column, ob, mask=valid)
 
 
 @gluon.jit(do_not_specialize=["table_width", "num_heads", "per_split"])
-def wgmma_kernel(q_half, q_rope, page_half, page_rope, out, folded, partial_ml, partial_o, items, programs,
+def wgmma_kernel(q_quarter, q_rope, page_quarter, page_rope, out, folded, partial_ml, partial_o, items, programs,
                  query_starts, start_positions, page_tables, table_width, num_heads, scale, per_split,
                  PAGE: gl.constexpr):  # fmt: skip
     """Program p attends the items programs[p] .. programs[p + 1] of `mla_plan`. Launched with four warps."""
-    HALF: gl.constexpr = q_half.block_type.shape[1]
+    QUARTER: gl.constexpr = q_quarter.block_type.shape[1]
     ROPE: gl.constexpr = q_rope.block_type.shape[1]
-    dtype: gl.constexpr = q_half.dtype
-    q_left = gl.allocate_shared_memory(dtype, [64, HALF], q_half.layout)
-    q_right = gl.allocate_shared_memory(dtype, [64, HALF], q_half.layout)
+    dtype: gl.constexpr = q_quarter.dtype
+    q0 = gl.allocate_shared_memory(dtype, [64, QUARTER], q_quarter.layout)
+    q1 = gl.allocate_shared_memory(dtype, [64, QUARTER], q_quarter.layout)
+    q2 = gl.allocate_shared_memory(dtype, [64, QUARTER], q_quarter.layout)
+    q3 = gl.allocate_shared_memory(dtype, [64, QUARTER], q_quarter.layout)
     q_tail = gl.allocate_shared_memory(dtype, [64, ROPE], q_rope.layout)
-    k_left = gl.allocate_shared_memory(dtype, [2, PAGE, HALF], page_half.layout)
-    k_right = gl.allocate_shared_memory(dtype, [2, PAGE, HALF], page_half.layout)
+    k0 = gl.allocate_shared_memory(dtype, [2, PAGE, QUARTER], page_quarter.layout)
+    k1 = gl.allocate_shared_memory(dtype, [2, PAGE, QUARTER], page_quarter.layout)
+    k2 = gl.allocate_shared_memory(dtype, [2, PAGE, QUARTER], page_quarter.layout)
+    k3 = gl.allocate_shared_memory(dtype, [2, PAGE, QUARTER], page_quarter.layout)
     k_tail = gl.allocate_shared_memory(dtype, [2, PAGE, ROPE], page_rope.layout)
     stats = gl.allocate_shared_memory(gl.float32, [5, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fill_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
@@ -313,11 +282,11 @@ def wgmma_kernel(q_half, q_rope, page_half, page_rope, out, folded, partial_ml, 
     fence_async_shared()
     batch = (items, programs, query_starts, start_positions, page_tables, table_width, num_heads)
     outputs = (out, folded, partial_o)
-    q_buffers = (q_left, q_right, q_tail)
-    k_buffers = (k_left, k_right, k_tail)
+    q_buffers = (q0, q1, q2, q3, q_tail)
+    k_buffers = (k0, k1, k2, k3, k_tail)
     gl.warp_specialize([
-        (_attend, (0, batch, outputs, k_left, k_tail, barriers, stats, per_split, PAGE)),
-        (_attend, (1, batch, outputs, k_right, k_tail, barriers, stats, per_split, PAGE)),
+        (_attend, (0, batch, outputs, k0, k1, k_tail, barriers, stats, per_split, PAGE)),
+        (_attend, (1, batch, outputs, k2, k3, k_tail, barriers, stats, per_split, PAGE)),
         (_weigh, (batch, partial_ml, scale, q_buffers, k_buffers, barriers, stats, ones, per_split, PAGE)),
-        (_fetch, (batch, q_half, q_rope, page_half, page_rope, q_buffers, k_buffers, barriers, per_split, PAGE)),
+        (_fetch, (batch, q_quarter, q_rope, page_quarter, page_rope, q_buffers, k_buffers, barriers, per_split, PAGE)),
     ], [4, 4, 1], [184, 120, 24])  # fmt: skip
