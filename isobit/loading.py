@@ -73,7 +73,7 @@ def open_kernels(plan: Plan) -> tuple[KernelLibrary, AdmissionTable]:
         from isobit.kernels.gpu.claims import admit_library
         from isobit.kernels.gpu.library import GpuLibrary
 
-        gpu = GpuLibrary(plan.kernel_library, plan.max_running_requests, plan.chunked_prefill_size, plan.context_length)
+        gpu = GpuLibrary(plan.kernel_library, plan.dtype)
         return gpu, admit_library(gpu, plan.orders, progress=True)
     cpu = CpuLibrary(plan.kernel_library, plan.num_threads)
     return cpu, admit(library_kernels(cpu), plan.orders, progress=True)

@@ -68,6 +68,11 @@ class ModelConfig:
             "lm_head": (self.vocab_size, self.hidden_size),
         }
 
+    def linear_biases(self) -> dict[str, bool]:
+        """Which of `linear_shapes` have a bias."""
+        mlp = self.mlp_bias
+        return {"qkv": self.qkv_bias, "o": self.o_bias, "gate_up": mlp, "down": mlp, "lm_head": False}
+
 
 def load_model_config(model: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Config of a checkpoint folder, a .gguf file, or the embedded "smollm2", with `overrides` laid over its keys.

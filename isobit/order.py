@@ -66,6 +66,7 @@ class MmaLinearOrder:
     weight_dtype: str
     output_dtype: str
     k_slices: int = 1
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ Order = (
 )  # fmt: skip
 
 _MMA_CLASSES = ("sm90",)
+_MLA_SPLIT_SIZE = 512  # keys; 1024 gives prefill 7 % and costs batch-1 decode at 8k 55 % (dev/LOG.md)
 _TO_FLOAT32 = ("o", "down", "lm_head")  # added to the residual stream, or logits
 _DTYPES_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("float32", "bfloat16"), "sm90": ("bfloat16", "float16")}
@@ -209,7 +211,9 @@ def linear_order(n: int, k: int, weight_dtype: str, activation_dtype: str, devic
     return LinearOrder(weight_dtype, activation_dtype, k_block=512, pairing="odd-even")
 
 
-def mma_linear_order(n: int, k: int, weight_dtype: str, output_dtype: str, device_class: str) -> MmaLinearOrder:
+def mma_linear_order(
+    n: int, k: int, weight_dtype: str, output_dtype: str, device_class: str, has_bias: bool = False
+) -> MmaLinearOrder:
     """Order of y[n] = sum over k on tensor cores; `output_dtype` is `weight_dtype` or "float32".
 
     Raises ValueError as `linear_order`.
@@ -218,12 +222,13 @@ def mma_linear_order(n: int, k: int, weight_dtype: str, output_dtype: str, devic
     _check_shape(n, k)
     if output_dtype not in (weight_dtype, "float32"):
         raise ValueError(f"output_dtype={output_dtype!r}: supported are {weight_dtype} and float32")
-    return MmaLinearOrder(n, k, weight_dtype, output_dtype, _k_slices(n, k))
+    return MmaLinearOrder(n, k, weight_dtype, output_dtype, _k_slices(n, k), has_bias)
 
 
 def _k_slices(n: int, k: int) -> int:
-    """Slices of K, where long sums meet few outputs: what dev/LOG.md measured as fastest over all row counts."""
-    wanted = 2 if n <= 4096 and k >= 4096 else 1
+    """Slices of K: 2 where a long sum meets few columns, so that a pass over K is latency. Elsewhere decode gains less
+    by slices than prefill loses with them, and vendor kernels would be lost (dev/LOG.md, over all row counts)."""
+    wanted = 2 if n <= 2048 and k >= 8192 else 1
     return wanted if k % (wanted * 128) == 0 else 1
 
 
@@ -245,7 +250,9 @@ def mma_attention_order(head_dim: int, value_dim: int, kv_dtype: str, device_cla
             f"attention on {device_class} takes 16 <= value_dim <= head_dim <= 1024, multiples of 8; "
             f"got head_dim={head_dim}, value_dim={value_dim}"
         )
-    return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, kv_split_size=512, row_sum="mma")
+    if value_dim < head_dim:
+        return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, _MLA_SPLIT_SIZE, row_sum="mma")
+    return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, kv_split_size=512, row_sum="halves")
 
 
 def moe_combine_order(top_k: int, device_class: str) -> MoeCombineOrder:
@@ -257,7 +264,7 @@ def moe_combine_order(top_k: int, device_class: str) -> MoeCombineOrder:
 def norm_order(width: int, device_class: str) -> NormOrder:
     """Order of RMSNorm over `width` features."""
     _check(device_class)
-    return NormOrder(width) if device_class == "cpu" else NormOrder(width, lanes=512 if width > 256 else 128)
+    return NormOrder(width) if device_class == "cpu" else NormOrder(width, lanes=512)
 
 
 def logprobs_order(vocab_size: int, device_class: str) -> LogprobsOrder:
@@ -291,7 +298,8 @@ def model_orders(
     for name, (n, k) in config.linear_shapes().items():
         if device_class in _MMA_CLASSES:
             output_dtype = "float32" if name in _TO_FLOAT32 else weight_dtype
-            orders[f"linear.{name}"] = mma_linear_order(n, k, weight_dtype, output_dtype, device_class)
+            has_bias = config.linear_biases()[name]
+            orders[f"linear.{name}"] = mma_linear_order(n, k, weight_dtype, output_dtype, device_class, has_bias)
         else:
             orders[f"linear.{name}"] = linear_order(n, k, weight_dtype, activation_dtype, device_class)
     orders["attention"] = (
@@ -308,9 +316,17 @@ def model_orders(
     return orders
 
 
+_MEANT_BEFORE = {"weight_sum": "float64-chain"}  # fields added later, and what every Order meant until then
+
+
+def _told(order: Order) -> dict[str, object]:
+    """The fields that enter a fingerprint: an Order that did not change keeps its fingerprint."""
+    return {name: value for name, value in asdict(order).items() if _MEANT_BEFORE.get(name) != value}
+
+
 def fingerprint(weights_digest: str, orders: Mapping[str, Order], device_class: str) -> str:
     """Hash of (weights digest, Orders, device class, numerics version): equal fingerprints promise equal bits."""
-    table = {name: [type(order).__name__, asdict(order)] for name, order in sorted(orders.items())}
+    table = {name: [type(order).__name__, _told(order)] for name, order in sorted(orders.items())}
     text = json.dumps([weights_digest, table, device_class, NUMERICS_VERSION], sort_keys=True)
     return "isobit-" + hashlib.sha256(text.encode()).hexdigest()[:24]
 

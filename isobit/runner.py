@@ -15,7 +15,7 @@ from isobit.kv_cache import KVCache
 from isobit.models import CausalLM
 from isobit.ops import Ops
 
-LOGITS_ROWS = 64
+LOGITS_ROWS = {"cpu": 64, "cuda": 256}  # by the kind of device
 
 
 class Runner:
@@ -33,6 +33,7 @@ class Runner:
 
     def logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
         """Yield (rows, logits float32 [len(rows), V]) in order, at most LOGITS_ROWS rows at a time."""
-        for start in range(0, len(rows), LOGITS_ROWS):
-            piece = rows[start : start + LOGITS_ROWS]
+        most = LOGITS_ROWS[hidden.device.type]
+        for start in range(0, len(rows), most):
+            piece = rows[start : start + most]
             yield piece, self.model.logits(self.ops.take_rows(hidden, piece))

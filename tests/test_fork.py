@@ -30,11 +30,12 @@ def run():
 
 
 expected, _ = run()
-memory = llm.engine.runner.kv_cache.data.numpy()
+memory = [layer.numpy() for layer in llm.engine.runner.kv_cache.layers]
 child = os.fork()
 if child == 0:
     signal.alarm(90)
-    memory[:] = np.nan  # control: where the memory is shared, this ends the parent's cached prefixes
+    for layer in memory:
+        layer[:] = np.nan  # control: where the memory is shared, this ends the parent's cached prefixes
     llm.engine.flush_cache()
     os._exit(0 if run() == (expected, 0) else 1)
 status = os.waitpid(child, 0)[1]

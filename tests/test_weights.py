@@ -317,3 +317,19 @@ def test_smollm2_is_complete() -> None:
     assert weights.digest() == "6bacaabb275b14ed00c4767231794a0edcadbff2253b0d26c9cd2ba4d979d3aa"
     value = weights.get("model.layers.29.self_attn.k_proj.weight")
     assert value.shape == (192, 576) and value.dtype == torch.float32 and bool(torch.isfinite(value).all())
+
+
+def test_dummy_weights_depend_on_name_and_place_alone(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3", tmp_path)
+    config = load_model_config(folder)
+    weights = [open_weights(folder, config, "dummy") for _ in range(2)]
+    expected = {"a.weight": (7, 300), "b.weight": (7, 300), "norm.weight": (64,)}
+    for source in weights:
+        source.check_complete(expected)
+    first, again = (source.get("a.weight") for source in weights)
+    assert torch.equal(first, again) and not torch.equal(first, weights[0].get("b.weight"))
+    assert first.float().abs().max() <= 1.7 * 300**-0.5 and 0.8 < first.float().std() * 300**0.5 < 1.2
+    assert (weights[0].get("norm.weight").float() - 1).abs().max() <= 0.26
+    assert weights[0].digest() == weights[1].digest()
+    with pytest.raises(ValueError, match=r"c\.weight is no tensor of this model"):
+        weights[0].get("c.weight")

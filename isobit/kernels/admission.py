@@ -30,10 +30,11 @@ from isobit.kernels.registry import OPS_OF_ORDER, Kernel
 from isobit.kernels.verdict_cache import ADMITTED, NOT_OFFERED, REFUSED, Verdict, VerdictCache, default_cache_path
 from isobit.order import NUMERICS_VERSION, Order
 
-__all__ = ["AdmissionTable", "Claim", "Prover", "admit", "host_facts"]
+__all__ = ["AdmissionTable", "Claim", "Claims", "Prover", "admit", "host_facts"]
 
-# (op, Order, claims) -> for each claim its verdict, and whether it may be remembered
-Prover = Callable[[str, Order, Sequence[tuple[Kernel, str]]], Iterator[tuple[Verdict, bool]]]
+# (kernel, schedule) claims by (op, Order) -> for each claim, in order, its verdict, and whether it may be remembered
+Claims = Mapping[tuple[str, Order], Sequence[tuple[Kernel, str]]]
+Prover = Callable[[Claims], Iterator[tuple[Verdict, bool]]]
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def admit(
     cache = VerdictCache(cache_path or default_cache_path())
     device_facts = host_facts() if device_facts is None else device_facts
     verdicts: dict[Claim, Verdict] = {}
-    pending: dict[tuple[str, Order], list[tuple[Kernel, str, dict[str, Any]]]] = {}
+    pending: dict[tuple[str, Order], list[tuple[Kernel, str]]] = {}
+    keys: dict[Claim, dict[str, Any]] = {}
     sources = _sources_hash()
     for kernel, order in _pairs(kernels, orders):
         reason = _not_offered(kernel, order, device_facts)
@@ -160,29 +162,17 @@ def admit(
             if cached is not None:
                 verdicts[claim] = cached
             else:
-                pending.setdefault((kernel.op, order), []).append((kernel, schedule, key))
-    verdicts.update(_prove_pending(pending, cache, prove or prove_by_reference, progress))
-    return AdmissionTable(_without_idle_reasons(verdicts))
-
-
-def _prove_pending(
-    pending: Mapping[tuple[str, Order], Sequence[tuple[Kernel, str, dict[str, Any]]]],
-    cache: VerdictCache,
-    prove: Prover,
-    progress: bool,
-) -> dict[Claim, Verdict]:
-    verdicts: dict[Claim, Verdict] = {}
-    with tqdm(total=sum(map(len, pending.values())), desc="admission", disable=not (progress and pending)) as bar:
-        for (op, order), claims in pending.items():
-            bar.set_postfix_str(op)
-            proofs = prove(op, order, [(kernel, schedule) for kernel, schedule, _ in claims])
-            for (kernel, schedule, key), (verdict, lasting) in zip(claims, proofs, strict=True):
-                if lasting:
-                    cache.put(key, verdict)
-                verdicts[Claim(op, order, kernel.name, schedule)] = verdict
-                bar.update(1)
+                keys[claim] = key
+                pending.setdefault((kernel.op, order), []).append((kernel, schedule))
+    proofs = (prove or prove_by_reference)(pending)
+    claims = [Claim(op, order, kernel.name, name) for (op, order), of in pending.items() for kernel, name in of]
+    bar = tqdm(claims, desc="admission", disable=not (progress and pending))
+    for claim, (verdict, lasting) in zip(bar, proofs, strict=True):
+        if lasting:
+            cache.put(keys[claim], verdict)
+        verdicts[claim] = verdict
     cache.save()
-    return verdicts
+    return AdmissionTable(_without_idle_reasons(verdicts))
 
 
 def _pairs(kernels: Sequence[Kernel], orders: Mapping[str, Order]) -> Iterator[tuple[Kernel, Order]]:
@@ -221,13 +211,12 @@ def _key(kernel: Kernel, order: Order, schedule: str, device_facts: Mapping[str,
     }
 
 
-def prove_by_reference(
-    op: str, order: Order, claims: Sequence[tuple[Kernel, str]]
-) -> Iterator[tuple[Verdict, bool]]:
+def prove_by_reference(pending: Claims) -> Iterator[tuple[Verdict, bool]]:
     """The Prover of device class "cpu": every probe of `probes.py` against the numpy reference."""
-    truths = [(probe, expect(op, order, probe.inputs)) for probe in probes_for(op, order)]
-    for kernel, schedule in claims:
-        yield _prove(kernel, order, schedule, truths)
+    for (op, order), claims in pending.items():
+        truths = [(probe, expect(op, order, probe.inputs)) for probe in probes_for(op, order)]
+        for kernel, schedule in claims:
+            yield _prove(kernel, order, schedule, truths)
 
 
 def _prove(kernel: Kernel, order: Order, schedule: str, truths: Sequence[tuple[Probe, Arrays]]) -> tuple[Verdict, bool]:

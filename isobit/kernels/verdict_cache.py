@@ -19,7 +19,7 @@ from typing import Any
 
 from isobit.kernels.bitcompare import Difference
 
-__all__ = ["ADMITTED", "NOT_OFFERED", "REFUSED", "Verdict", "VerdictCache", "default_cache_path"]
+__all__ = ["ADMITTED", "NOT_OFFERED", "REFUSED", "Verdict", "VerdictCache", "default_cache_path", "replace_file"]
 
 ADMITTED, REFUSED, NOT_OFFERED = "admitted", "refused", "not offered"
 FORMAT = 1
@@ -77,7 +77,7 @@ class VerdictCache:
         text = json.dumps({"format": FORMAT, "verdicts": kept}, indent=0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self.path, text)
+            replace_file(self.path, text)
         except OSError as error:
             warnings.warn(
                 f"admission verdicts cannot be kept in {self.path} ({error}); they are proven again at every start",
@@ -85,7 +85,8 @@ class VerdictCache:
             )
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one atomic step. Raises OSError, and leaves the old one, when it cannot be written."""
     descriptor, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -35,11 +36,19 @@ def gpu_facts() -> tuple[str, int]:
 
 
 def proof_facts(device_class: str) -> dict[str, str]:
-    """What verdicts and timings depend on besides kernel and Order: the GPU, its driver's and the compilers' versions."""
+    """What verdicts and timings depend on besides kernel and Order: the GPU, versions of driver and compilers."""
     properties = torch.cuda.get_device_properties()
     return {
         **host_facts(device_class),
         "gpu": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
-        "cuda": f"{torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}",
+        "cuda": f"{torch.version.cuda}, driver {_driver_version()}",
         "triton": importlib.metadata.version("triton"),
     }
+
+
+def _driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The driver's own words, where the system tells them."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[0]
+    except (OSError, IndexError):
+        return "unknown"

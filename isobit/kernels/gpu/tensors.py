@@ -6,14 +6,13 @@ graph can read them. Nothing is computed here; only `take_values` waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from isobit.kernels.interface import TORCH_DTYPES, AttentionShape, StepArrays
+from isobit.kernels.interface import TORCH_DTYPES, AttentionShape
 
 __all__ = ["GpuTensors", "StepBuffers"]
 
@@ -21,49 +20,50 @@ _ALIGN = 64  # int32 entries: every array starts on a 256-byte boundary
 
 
 class StepBuffers:
-    """int32 arrays by name, each of a fixed largest size, in one device tensor with a pinned twin on the host."""
+    """int32 arrays by name in one device tensor with a pinned twin on the host.
 
-    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+    Addresses change only when an array outgrows its room; `reserve` takes the room that a captured graph relies on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._room: dict[str, int] = {}
         self._starts: dict[str, int] = {}
-        end = 0
-        for name, size in sizes.items():
-            self._starts[name] = end
-            end += -(-size // _ALIGN) * _ALIGN
-        self._sizes = sizes
-        self._device = torch.zeros(end, dtype=torch.int32, device=device)
-        self._pinned = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host = self._pinned.numpy()
-        self._used = 0
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._allocate()
 
-    def begin(self) -> None:
-        """Start filling the next step: waits until the last step's copy has left the pinned twin."""
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Room for at least this many integers by name."""
+        if any(size > self._room.get(name, 0) for name, size in sizes.items()):
+            grown = {name: 1 << max(0, size - 1).bit_length() for name, size in sizes.items()}
+            self._room = {name: max(grown.get(name, 0), self._room.get(name, 0)) for name in {**self._room, **grown}}
+            self._allocate()
+
+    def send(self, arrays: Mapping[str, npt.NDArray[np.int32]]) -> dict[str, torch.Tensor]:
+        """Copy a step's arrays up without waiting; views on the device, shaped as the arrays, good until the next."""
+        self.reserve({name: values.size for name, values in arrays.items()})
         if self._copied is not None:
-            self._copied.synchronize()
-        self._used = 0
-
-    def put(self, name: str, values: npt.NDArray[np.int32]) -> torch.Tensor:
-        """Fill the front of an array and return its view on the device, shaped as `values`."""
-        flat = np.ascontiguousarray(values).reshape(-1)
-        assert flat.size <= self._sizes[name], f"{name} holds {self._sizes[name]} integers, a step has {flat.size}"
-        start = self._starts[name]
-        end = start + flat.size
-        self._host[start:end] = flat
-        self._used = max(self._used, end)
-        return self._device[start:end].view(values.shape)
-
-    def send(self) -> None:
-        """Copy what was put, without waiting."""
-        self._device[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
+            self._copied.synchronize()  # the last step's copy has left the pinned twin
+        views, used = {}, 0
+        for name, values in arrays.items():
+            start = self._starts[name]
+            end = start + values.size
+            self._host[start:end] = values.reshape(-1)
+            views[name] = self._device[start:end].view(values.shape)
+            used = max(used, end)
+        self._device[:used].copy_(self._pinned[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        return views
 
-
-def step_sizes(max_rows: int, max_requests: int, max_pages: int) -> dict[str, int]:
-    """Largest sizes of the arrays of a step."""
-    sizes = dict.fromkeys((spec.name for spec in fields(StepArrays)), max_rows)
-    sizes.update(query_starts=max_requests + 1, start_positions=max_requests, page_tables=max_requests * max_pages)
-    return sizes
+    def _allocate(self) -> None:
+        end = 0
+        for name, size in self._room.items():
+            self._starts[name] = end
+            end += -(-size // _ALIGN) * _ALIGN
+        self._device = torch.zeros(end, dtype=torch.int32, device=self.device)
+        self._pinned = torch.zeros(end, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._host = self._pinned.numpy()
 
 
 class GpuTensors:

@@ -1,0 +1,101 @@
+"""Golden digests of a GPU's device class: SHA-256 of every op's output on fixed inputs, on that card.
+
+Inputs are made of integers, so they are the same everywhere; tensor-core arithmetic is the card's. The digests of an
+NVIDIA H200 are in `tests/golden/sm90_ops.json`; a library upgrade that moves one changes bits: it needs a new
+`NUMERICS_VERSION` and a line in the changelog. `python -m isobit.kernels.gpu.golden --write FILE` makes the file anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from isobit.kernels.gpu.device import gpu_facts
+from isobit.kernels.gpu.library import GpuLibrary
+from isobit.kernels.gpu.probes import checks_for
+from isobit.kernels.registry import OPS_OF_ORDER
+from isobit.order import (
+    NUMERICS_VERSION,
+    MmaLinearOrder,
+    Order,
+    logprobs_order,
+    mma_attention_order,
+    norm_order,
+    pointwise_order,
+    sampling_order,
+)
+
+__all__ = ["golden_digests", "golden_orders"]
+
+_CHECKS = 12  # of each op; the first ones hold all rows
+
+
+def golden_orders(device_class: str, dtype: str) -> dict[str, Order]:
+    """Orders of every kind, with odd and even sizes, by name."""
+    orders: dict[str, Order] = {
+        f"linear {n}x{k} slices {slices} {output}": MmaLinearOrder(n, k, dtype, output, slices)
+        for n, k, slices, output in (
+            (320, 1024, 1, dtype), (320, 1024, 2, "float32"), (256, 2048, 4, "float32"), (173, 344, 1, dtype),
+            (97, 172, 1, "float32"),
+        )
+    }  # fmt: skip
+    orders |= {f"attention {width}": mma_attention_order(width, width, dtype, device_class) for width in (64, 96, 128)}
+    orders |= {f"norm {width}": norm_order(width, device_class) for width in (64, 577, 4096)}
+    orders |= {
+        "pointwise": pointwise_order(device_class),
+        "logprobs": logprobs_order(9001, device_class),
+        "sampling": sampling_order(9001, device_class),
+    }
+    return orders
+
+
+def golden_digests(library: GpuLibrary, dtype: str) -> dict[str, str]:
+    """Digest of each op under each Order, by its first schedule; admission proves that the others give the same."""
+    found = {}
+    with torch.inference_mode():
+        for name, order in golden_orders(library.name, dtype).items():
+            for op in OPS_OF_ORDER[type(order)]:
+                checks = checks_for(library, op, order, library.schedules(op, order)[0], {})
+                sha = hashlib.sha256()
+                for check in itertools.islice(checks, _CHECKS):
+                    for output, tensor in sorted(check.run().items()):
+                        sha.update(f"{output} {tensor.dtype} {list(tensor.shape)}".encode() + _bytes(tensor))
+                found[f"{op}: {name} {dtype}"] = sha.hexdigest()
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Little-endian bytes of a tensor; every NaN has one form."""
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def all_digests() -> dict[str, str]:
+    """Digests in both dtypes on this card."""
+    device_class, _ = gpu_facts()
+    found = {}
+    for dtype in ("bfloat16", "float16"):
+        found.update(golden_digests(GpuLibrary(device_class, dtype), dtype))
+    return found
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m isobit.kernels.gpu.golden", description="Digests of every op.")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write them there, instead of printing them")
+    args = parser.parse_args()
+    text = json.dumps({"numerics_version": NUMERICS_VERSION, "digests": all_digests()}, indent=2) + "\n"
+    if args.write is None:
+        print(text, end="")
+    else:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        args.write.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()
