@@ -15,29 +15,15 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isobit.kernels.interface import TORCH_DTYPES
-from isobit.kernels.triton.moe_kernels import copy_rows_kernel, experts_kernel, reference_kernel, stream_kernel
+from isobit.kernels.triton.moe_kernels import experts_kernel, reference_kernel, stream_kernel
 from isobit.kernels.triton.moe_routing import MoeRouting, align
 from isobit.kernels.triton.moe_schedules import MoeSchedule, default_schedule, moe_schedules
 from isobit.order import MmaLinearOrder
 
 __all__ = [
-    "MoeRouting", "MoeSchedule", "MoeWorkspace", "align", "default_schedule", "moe_linear", "moe_schedules",
+    "MoeRouting", "MoeSchedule", "align", "default_schedule", "moe_linear", "moe_schedules",
     "reference_moe_linear",
 ]  # fmt: skip
-
-_COPY_WIDTH = 2048
-
-
-class MoeWorkspace:
-    """Scratch of one stream: rows of x in the order of the sorted pairs. Owned by the caller, grown by `reserve`."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.copied = torch.empty(0, dtype=dtype, device=device)
-
-    def reserve(self, num_pairs: int, k: int) -> None:
-        """Room for `num_pairs` rows of `k`; call it before a capture, never inside one."""
-        if self.copied.numel() < num_pairs * k:
-            self.copied = torch.empty(num_pairs * k, dtype=self.copied.dtype, device=self.copied.device)
 
 
 @functools.cache
@@ -47,15 +33,21 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _unit(size: int) -> int:
+    """Sizes go to a kernel in units of 8 where they are multiples of it: a compiler that knows so moves 16 bytes."""
+    return 8 if size % 8 == 0 else 1
+
+
 def _pairs_per_row(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, order: MmaLinearOrder) -> int:
     """top_k where x has a row a token, 1 where it has a row a pair; checks all shapes on the way."""
     dtype = TORCH_DTYPES[order.weight_dtype]
     if weights.dim() != 3 or weights.shape[1:] != (order.n, order.k) or weights.dtype != dtype:
         raise ValueError(
-            f"expert weights must be {dtype} [experts, {order.n}, {order.k}], got {weights.dtype} {tuple(weights.shape)}"
+            f"expert weights must be {dtype} [experts, {order.n}, {order.k}], "
+            f"got {weights.dtype} {tuple(weights.shape)}"
         )
-    if order.k % order.k_slices:
-        raise ValueError(f"k must divide into k_slices, got {order}")
+    if order.k % order.k_slices or order.has_bias:
+        raise ValueError(f"experts have no bias, and k_slices divide k; got {order}")
     tokens, top_k = ids.shape
     if x.shape not in ((tokens, order.k), (tokens * top_k, order.k)) or x.dtype != dtype:
         raise ValueError(
@@ -82,13 +74,11 @@ def moe_linear(
     routing: MoeRouting,
     order: MmaLinearOrder,
     schedule: MoeSchedule,
-    workspace: MoeWorkspace | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, K] or [T * top_k, K], weights [experts, N, K] -> [T * top_k, N], row token * top_k + slot.
 
-    `routing` was aligned with the schedule's block; `workspace` is needed by schedules that copy rows. A pair whose id
-    names no expert leaves its row unwritten.
+    `routing` was aligned with the schedule's block. A pair whose id names no expert leaves its row unwritten.
     """
     per_row = _pairs_per_row(x, weights, routing.ids, order)
     if routing.block != schedule.block:
@@ -101,7 +91,7 @@ def moe_linear(
     if schedule.kernel == "stream":
         _launch_stream(x, weights, out, routing, order, schedule, per_row)
     else:
-        _launch_experts(x, weights, out, routing, order, schedule, per_row, workspace)
+        _launch_experts(x, weights, out, routing, order, schedule, per_row)
     return out
 
 
@@ -114,11 +104,12 @@ def _launch_stream(
     schedule: MoeSchedule,
     per_row: int,
 ) -> None:
-    unit = 1 if order.k % (8 * order.k_slices) else 8
+    n_unit, k_unit = _unit(order.n), _unit(order.k // order.k_slices)
     stream_kernel[(routing.max_tiles * triton.cdiv(order.n, schedule.columns),)](
-        x, weights, out, routing.ids, routing.pairs, routing.tiles, order.n, order.k // unit, per_row,
+        x, weights, out, routing.ids, routing.pairs, routing.tiles, order.n // n_unit, order.k // k_unit, per_row,
         routing.num_experts, ROWS=schedule.rows, COLUMNS=schedule.columns, DEPTH=schedule.depth,
-        SLICES=order.k_slices, UNIT=unit, EVEN=order.k // order.k_slices % schedule.depth == 0,
+        SLICES=order.k_slices, N_UNIT=n_unit, K_UNIT=k_unit,
+        EVEN=order.k // order.k_slices % schedule.depth == 0, ONCE=schedule.once,
         num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -131,37 +122,20 @@ def _launch_experts(
     order: MmaLinearOrder,
     schedule: MoeSchedule,
     per_row: int,
-    workspace: MoeWorkspace | None,
 ) -> None:
-    x_tiles = None
-    if schedule.copied:
-        x_tiles = TensorDescriptor.from_tensor(
-            _copied(x, routing, order, per_row, workspace), [schedule.rows, schedule.depth]
-        )
     w_tiles = TensorDescriptor.from_tensor(weights.view(-1, order.k), [schedule.columns, schedule.depth])
     programs = min(
         _multiprocessors(x.device) * schedule.per_multiprocessor,
         routing.max_tiles * triton.cdiv(order.n, schedule.columns),
     )
+    n_unit = _unit(order.n)
     experts_kernel[(programs,)](
-        x, x_tiles, w_tiles, out, routing.pairs, routing.tiles, routing.num_tiles, order.n, order.k // 8, per_row,
-        ROWS=schedule.rows, COLUMNS=schedule.columns, DEPTH=schedule.depth, SLICES=order.k_slices,
+        x, w_tiles, out, routing.pairs, routing.tiles, routing.num_tiles, order.n // n_unit, order.k // 8, per_row,
+        ROWS=schedule.rows, SHORT=schedule.short, MORE=schedule.more, COLUMNS=schedule.columns,
+        DEPTH=schedule.depth, SLICES=order.k_slices, N_UNIT=n_unit,
         EVEN=order.k // order.k_slices % schedule.depth == 0, SWAP=schedule.swap, PARTS=schedule.parts,
-        TAIL=schedule.tail, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _copied(
-    x: torch.Tensor, routing: MoeRouting, order: MmaLinearOrder, per_row: int, workspace: MoeWorkspace | None
-) -> torch.Tensor:
-    size = routing.num_pairs * order.k
-    if workspace is None or workspace.copied.numel() < size or workspace.copied.dtype != x.dtype:
-        raise ValueError(f"the workspace lacks room for {routing.num_pairs} rows of {order.k} {x.dtype}: call reserve")
-    copied = workspace.copied[:size].view(routing.num_pairs, order.k)
-    copy_rows_kernel[(routing.num_pairs, triton.cdiv(order.k, _COPY_WIDTH))](
-        x, routing.pairs, copied, routing.num_pairs, order.k // 8, per_row, WIDTH=_COPY_WIDTH, num_warps=4
-    )
-    return copied
 
 
 def reference_moe_linear(

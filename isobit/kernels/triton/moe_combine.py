@@ -9,7 +9,7 @@ e_j and shared are what the experts' linears wrote (bf16, fp16 or float32), read
 Invariant: every output element is made by one thread from its own token; nothing is added across threads.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Which pairs each expert has, cut into tiles: made on the device from the router's choice, without asking it anything.
 
 A pair p = token * top_k + slot. Pairs are listed by expert, ascending inside an expert; a tile is up to `block`
-neighbours of one expert in that list. Integers only: counts, sums and places have no rounding and so no order. Does not
-know weights. Invariant: sizes that the host needs follow from shapes alone; an id that names no expert has no tile.
+neighbours of one expert in that list; an expert's tiles are as even as they can be. Integers only: counts, sums and
+places have no rounding and so no order. Does not know weights. Invariant: sizes that the host needs follow from shapes
+alone; an id that names no expert has no tile.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
 from __future__ import annotations
 
@@ -73,10 +74,12 @@ def _align_kernel(ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tile
         ahead = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(pairs + place + ahead - 1, at, mask=mine)
         place += tl.max(ahead, 0)
-    _list_tiles(tiles, expert, first, count, first_tile, (count + block - 1) // block, block, CHUNK)
+    own_tiles = (count + block - 1) // block
+    even_block = (count + own_tiles - 1) // tl.maximum(own_tiles, 1)  # two tiles alike beat a full one and a rest
+    _list_tiles(tiles, expert, first, count, first_tile, own_tiles, even_block, CHUNK)
     if expert == num_experts - 1:
         tl.store(num_tiles, all_tiles)
-        _list_tiles(tiles, -1, 0, 0, all_tiles, max_tiles - all_tiles, block, CHUNK)
+        _list_tiles(tiles, -1, 0, 0, all_tiles, max_tiles - all_tiles, 0, CHUNK)
 
 
 @triton.jit
