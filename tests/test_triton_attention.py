@@ -1,4 +1,4 @@
-"""Attention kernels in Triton's interpreter: values against a float64 softmax, plans, NaN in what nobody owns, refusals.
+"""Attention kernels in Triton's interpreter: values against a float64 softmax, plans, NaN in pages, refusals.
 
 The interpreter adds in another order than tensor cores, so bits are compared on a GPU (tests/gpu/test_attention.py).
 What runs here are the plain kernels; those in Gluon are written for sm90 alone.
@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from isobit.kernels.interface import AttentionShape
 from isobit.order import MmaAttentionOrder, mma_attention_order
@@ -24,7 +26,7 @@ from isobit.kernels.triton import attention as kernels  # isort: skip
 from isobit.kernels.triton.attention_math import row_sum  # isort: skip
 from isobit.kernels.triton.attention_plan import cut_into_tiles  # isort: skip
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter; tests/gpu/test_attention.py is the GPU's")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter's; tests/gpu/test_attention.py is the GPU's")
 
 Pieces = list[tuple[int, int]]  # (first position, rows) of each request
 
@@ -84,9 +86,7 @@ class _Case:
 
 
 @pytest.mark.parametrize("schedule", [kernels.REFERENCE, "split-triton"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(3, 1, 64), (7, 1, 96), (4, 2, 16), (2, 2, 64)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 64), (7, 1, 96), (4, 2, 16), (2, 2, 64)])
 def test_mixed_batch_against_float64(schedule: str, heads: int, kv_heads: int, head_dim: int) -> None:
     pieces = [(0, 3), (63, 1), (62, 4), (300, 1), (250, 9)]
     case = _Case(pieces, AttentionShape(heads, kv_heads, head_dim), _order(head_dim))

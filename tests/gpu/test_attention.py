@@ -7,6 +7,7 @@ tails of pages and pages that nobody owns are NaN. Another split size must diffe
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,9 +90,9 @@ def assert_same_bytes(found: torch.Tensor, expected: torch.Tensor, label: str) -
 
 
 def batches() -> list[list[Piece]]:
-    chunks = [[(6, a, b)] for a, b in zip(CHUNKS, CHUNKS[1:], strict=False)]
+    chunks = [[(6, a, b)] for a, b in pairwise(CHUNKS)]
     edges = [(6, at, at + 1) for at in (0, 63, 64, 65, 127, 511, 512, 513, 1023, 1024)]
-    mixed = [[(6, 512, 1030), *LAST[:6]], [(5, 640, 700), (6, 1099, 1100), (4, 3, 130)], [LAST[6], (5, 690, 700), LAST[1]]]
+    mixed = [[(6, 512, 1030), *LAST[:6]], [(5, 640, 700), LAST[6], (4, 3, 130)], [LAST[6], (5, 690, 700), LAST[1]]]
     few = [[(5, 40, 40 + rows)] for rows in (2, 5, 16, 17, 33)]
     return [TOGETHER, TOGETHER[::-1], LAST, LAST[::-1], edges, edges[::-1], *chunks, *mixed, *few]
 

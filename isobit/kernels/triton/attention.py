@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -57,30 +56,28 @@ class _Schedule:
 
 
 def _schedules(head_dim: int) -> dict[str, _Schedule]:
-    """By name; what fits the registers and the shared memory of an SM decides between widths."""
+    """By name. The registers and the shared memory of an SM hold three consumers of 64 rows up to 128 features, else
+    one; 16 rows of 128 features fit one warp."""
     wide = padded_dim(head_dim) > 128
-    consumers = 1 if wide else _CONSUMERS
-    wgmma = _Kernel("gluon", 64 * consumers, 4, 2)
-    tiles = _Kernel("plain" if wide else "tma", 16 if wide else 64, 4, 1 if wide else 3)
-    warps = _Kernel("gluon", SPLIT_TILE_ROWS, 4 if wide else 1, 2)
-    pairs = _Kernel("gluon", SPLIT_TILE_ROWS, 4 if wide else 2, 3)
-    tiles16 = _Kernel("plain", SPLIT_TILE_ROWS, 4, 1)
-    return {
-        "auto": _Schedule(wgmma, warps, 4 * SPLIT_TILE_ROWS),
-        "walk-wgmma": _Schedule(wgmma, warps, 0),
-        "walk-triton": _Schedule(tiles, warps, 0),
-        "split": _Schedule(wgmma, warps, _ALL),
-        "split-deep": _Schedule(wgmma, pairs, _ALL),
-        "split-triton": _Schedule(wgmma, tiles16, _ALL),
-        REFERENCE: _Schedule(tiles16, tiles16, 0),
+    wgmma = _Kernel("gluon", 64 if wide else 192, 4, 2)
+    few = _Kernel("gluon", SPLIT_TILE_ROWS, 4 if wide else 1, 2)
+    deep = _Kernel("gluon", SPLIT_TILE_ROWS, 4 if wide else 2, 3)
+    plain = _Kernel("plain", SPLIT_TILE_ROWS, 4, 1)
+    schedules = {
+        "auto": _Schedule(wgmma, few, 4 * SPLIT_TILE_ROWS),
+        "walk": _Schedule(wgmma, few, 0),
+        "split": _Schedule(wgmma, few, _ALL),
+        "split-deep": _Schedule(wgmma, deep, _ALL),
+        "split-triton": _Schedule(plain, plain, _ALL),
+        REFERENCE: _Schedule(plain, plain, 0),
     }
-
-
-_CONSUMERS = 3  # warpgroups of 64 rows a tile
+    if not wide:
+        schedules["walk-triton"] = _Schedule(_Kernel("tma", 64, 4, 3), few, 0)
+    return schedules
 
 
 def attention_schedules(order: MmaAttentionOrder) -> tuple[str, ...]:
-    """Names of the schedules offered for an Order, "auto" first. Raises ValueError for one that nothing here computes."""
+    """Names of what is offered for an Order, "auto" first. Raises ValueError for an Order not computed here."""
     _check_order(order)
     return tuple(name for name in _schedules(order.head_dim) if name != REFERENCE)
 
@@ -92,7 +89,7 @@ def padded_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A step on the device: int32 query_starts [B + 1], start_positions [B], page_tables [B, pages], and `plan.words`."""
+    """A step on the device: int32 query_starts [B + 1], start_positions [B], page_tables [B, pages], plan.words."""
 
     query_starts: torch.Tensor
     start_positions: torch.Tensor
@@ -199,7 +196,7 @@ class _Launch:
                       self.group, self.dim, self.scale)  # fmt: skip
 
     def descriptor(self, kind: str) -> Any:
-        """How `kind` of kernel reads [2 * pages * KV * kv_block, D]; a pointer that is not used where it reads by itself."""
+        """What `kind` of kernel reads [2 * pages * KV * kv_block, D] through; "plain" ones have no use for it."""
         block = [self.page, padded_dim(self.dim)]
         rows = self.kv_layer.view(-1, self.dim)
         if kind == "gluon":
@@ -280,7 +277,7 @@ def _check_tensors(q: torch.Tensor, kv_layer: torch.Tensor, order: MmaAttentionO
     _check_shape(order, shape)
     dtype = TORCH_DTYPES[order.kv_dtype]
     if q.dtype != dtype or kv_layer.dtype != dtype:
-        raise ValueError(f"q and the KV cache must be {dtype}, the Order's kv_dtype; got {q.dtype} and {kv_layer.dtype}")
+        raise ValueError(f"q and the cache must be {dtype}, the Order's kv_dtype; got {q.dtype} and {kv_layer.dtype}")
     if q.dim() != 2 or q.shape[1] != shape.num_heads * shape.head_dim or not q.is_contiguous():
         raise ValueError(
             f"q must be contiguous [M, {shape.num_heads * shape.head_dim}], got {tuple(q.shape)}, strides {q.stride()}"

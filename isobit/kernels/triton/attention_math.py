@@ -5,6 +5,8 @@ how a tensor lies in registers. A maximum is exact in any order, and a sum is on
 operands may swap but not regroup; so tiles of any height and any number of warps give the same bits.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+
 import triton
 import triton.language as tl
 

@@ -5,6 +5,8 @@ a tile is given: where its request lies (see `attention_plan`), never what else 
 a row are those of `MmaAttentionOrder`, whatever ROWS, the warps, the stages, or how pages are fetched.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,assignment"
+
 import triton
 import triton.language as tl
 
@@ -30,7 +32,7 @@ def _load_block(k_desc, kv, table, block, kv_head, last, v_plane, num_kv_heads, 
             seen = (block * PAGE + offsets <= last)[:, None] & (d < dim)[None, :]
             k = tl.load(at, mask=seen, other=0.0)
             v = tl.load(at + v_plane.to(tl.int64) * dim, mask=seen, other=0.0)
-        elif DIM == dim:
+        elif dim == DIM:
             k = tl.load(at)
             v = tl.load(at + v_plane.to(tl.int64) * dim)
         else:
@@ -69,10 +71,12 @@ def _tile(query_starts, start_positions, request, first_row, group, ROWS: tl.con
     return valid, start + row // group, row % group, tl.load(start_positions + request) + row // group
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "table_width"],
+            do_not_specialize_on_alignment=["tiles", "query_starts", "start_positions", "page_tables"])  # fmt: skip
 def walk_kernel(q, kv, k_desc, out, tiles, query_starts, start_positions, page_tables, table_width, v_plane,
                 num_kv_heads, group, dim, scale,
-                ROWS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+                ROWS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
+                TMA: tl.constexpr):  # fmt: skip
     """tiles int32 [T, 2]: (request, first row) -> out; a request below 0 is an entry to skip. Grid (T, KV heads)."""
     kv_head = tl.program_id(1)
     request = tl.load(tiles + 2 * tl.program_id(0))
@@ -102,7 +106,8 @@ def walk_kernel(q, kv, k_desc, out, tiles, query_starts, start_positions, page_t
     tl.store(out + at, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < dim)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "table_width", "partial_rows"],
+            do_not_specialize_on_alignment=["items", "query_starts", "start_positions", "page_tables"])  # fmt: skip
 def split_kernel(q, kv, out, items, partial_ml, partial_o, query_starts, start_positions, page_tables,
                  table_width, v_plane, num_kv_heads, group, dim, scale, partial_rows,
                  ROWS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
@@ -138,7 +143,7 @@ def split_kernel(q, kv, out, items, partial_ml, partial_o, query_starts, start_p
         tl.store(partial_o + row[:, None] * DIM + d[None, :], o, mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "partial_rows"], do_not_specialize_on_alignment=["rows"])
 def combine_kernel(out, rows, partial_ml, partial_o, num_kv_heads, group, dim, partial_rows,
                    DIM: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """rows int32 [R, 4]: (token * group + head, partial row of split 0, rows between splits, splits). Grid (KV, R).
