@@ -91,10 +91,12 @@ class AttentionOrder:
 class MmaAttentionOrder:
     """Keys in blocks of `kv_block`, blocks in splits of `kv_split_size` keys, both anchored at position 0. In a split,
     from m = -inf, l = 0, O = 0: s = mma(q, k) * (scale * log2 e), m' = max(m, max s), a = exp2(m - m'),
-    p = exp2(s - m'), l = l * a + sum p (`row_sum`), O = mma(round(p), v, O * a). Splits are merged left to right:
+    p = exp2(s - m'), l = l * a + sum p, O = mma(round(p), v, O * a). Splits are merged left to right:
     m' = max(M, m), L = L * exp2(M - m') + l * exp2(m - m'), O alike; out = O / L. Every product and sum rounds (no
     FMA), exp2 is the device's; keys after the query's own position are -inf. q, k, v, round(p) have `kv_dtype`; v is
-    the first `value_dim` features of k where there is one tensor for both (absorbed MLA).
+    the first `value_dim` features of k where there is one tensor for both (absorbed MLA). sum p: of p in float32 by
+    halves (column j + N/2 to j, down to 8 columns, then neighbours, j + 4, j + 2), or, `row_sum` "mma", of round(p) by
+    the tensor core, as one more column of v that is 1.
     """
 
     head_dim: int
@@ -162,7 +164,7 @@ Order = (
 )  # fmt: skip
 
 _MMA_CLASSES = ("sm90",)
-_MLA_SPLIT_SIZE = 512  # keys; 1024 gives prefill 7 % and costs batch-1 decode at 8k 55 % (dev/LOG.md)
+_KV_SPLIT_SIZE = 512  # keys; 1024 gives prefill 3 to 7 % and costs batch-1 decode up to 55 % (dev/LOG.md)
 _TO_FLOAT32 = ("o", "down", "lm_head")  # added to the residual stream, or logits
 _DTYPES_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("float32", "bfloat16"), "sm90": ("bfloat16", "float16")}
@@ -250,9 +252,8 @@ def mma_attention_order(head_dim: int, value_dim: int, kv_dtype: str, device_cla
             f"attention on {device_class} takes 16 <= value_dim <= head_dim <= 1024, multiples of 8; "
             f"got head_dim={head_dim}, value_dim={value_dim}"
         )
-    if value_dim < head_dim:
-        return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, _MLA_SPLIT_SIZE, row_sum="mma")
-    return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, kv_split_size=512, row_sum="halves")
+    row_sum = "halves" if value_dim == head_dim else "mma"
+    return MmaAttentionOrder(head_dim, value_dim, kv_dtype, KV_BLOCK, _KV_SPLIT_SIZE, row_sum)
 
 
 def moe_combine_order(top_k: int, device_class: str) -> MoeCombineOrder:
@@ -295,18 +296,17 @@ def model_orders(
     if config.attention_kind != "gqa":
         raise ValueError(f"no Orders for attention_kind={config.attention_kind!r} on {device_class}; supported: gqa")
     orders: dict[str, Order] = {}
+    is_mma, biases, width = device_class in _MMA_CLASSES, config.linear_biases(), config.head_dim
     for name, (n, k) in config.linear_shapes().items():
-        if device_class in _MMA_CLASSES:
-            output_dtype = "float32" if name in _TO_FLOAT32 else weight_dtype
-            has_bias = config.linear_biases()[name]
-            orders[f"linear.{name}"] = mma_linear_order(n, k, weight_dtype, output_dtype, device_class, has_bias)
-        else:
-            orders[f"linear.{name}"] = linear_order(n, k, weight_dtype, activation_dtype, device_class)
+        output = "float32" if name in _TO_FLOAT32 else weight_dtype
+        orders[f"linear.{name}"] = (
+            mma_linear_order(n, k, weight_dtype, output, device_class, biases[name]) if is_mma
+            else linear_order(n, k, weight_dtype, activation_dtype, device_class)
+        )  # fmt: skip
     orders["attention"] = (
-        mma_attention_order(config.head_dim, config.head_dim, kv_dtype, device_class)
-        if device_class in _MMA_CLASSES
-        else attention_order(config.head_dim, kv_dtype, device_class)
-    )
+        mma_attention_order(width, width, kv_dtype, device_class) if is_mma
+        else attention_order(width, kv_dtype, device_class)
+    )  # fmt: skip
     orders["norm.hidden"] = norm_order(config.hidden_size, device_class)
     if config.qk_norm:
         orders["norm.head"] = norm_order(config.head_dim, device_class)

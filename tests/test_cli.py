@@ -24,8 +24,8 @@ ENGINE = [
     "--activation-dtype", "--chat-template", "--chunked-prefill-size", "--config", "--context-length", "--cpu-library",
     "--device", "--disable-radix-cache", "--dtype", "--help", "--hf-overrides", "--kv-cache-dtype", "--load-format",
     "--max-logprobs", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs", "--max-queued-requests",
-    "--max-running-requests", "--max-total-tokens", "--model", "--model-path", "--no-enable-prefix-caching", "--num-threads",
-    "--random-seed", "--served-model-name", "--threads",
+    "--max-running-requests", "--max-total-tokens", "--model", "--model-path", "--no-enable-prefix-caching",
+    "--num-threads", "--random-seed", "--served-model-name", "--threads",
 ]  # fmt: skip
 OWN = {
     "serve": ["--generation-config", "--host", "--port", "--sampling-defaults"],

@@ -41,8 +41,8 @@ LEVELS = {
     "cli": 7, "server": 7, "demo": 7, "doctor": 7, "__main__": 7,
     "__init__": 7,
 }  # fmt: skip
-MAX_LINES = 330
-MAX_FUNCTION_LINES, MAX_ARGUMENTS = 40, 8
+MAX_LINES = 340
+MAX_FUNCTION_LINES, MAX_ARGUMENTS, MAX_JIT_LINES = 40, 8, 65
 
 
 def dotted(module: str) -> str:
@@ -280,7 +280,22 @@ NUM_REDUCTION_TAGS = {
     "cpu/src/linear_blocks.h": 3,
     "cpu/src/pointwise.c": 2,
     "cpu/src/sample.c": 2,
-    "reference/ops.py": 12,
+    "reference/ops.py": 13,
+    "triton/attention_decode.py": 2,
+    "triton/attention_math.py": 1,
+    "triton/attention_tiles.py": 4,
+    "triton/attention_wgmma.py": 2,
+    "triton/linear_kernels.py": 6,
+    "triton/math.py": 1,
+    "triton/mla_tiles.py": 4,
+    "triton/mla_wgmma.py": 4,
+    "triton/moe_combine.py": 1,
+    "triton/moe_kernels.py": 5,
+    "triton/norm.py": 1,
+    "triton/rope.py": 1,
+    "triton/sampling.py": 1,
+    "triton/threshold.py": 2,
+    "triton/vocabulary.py": 2,
 }
 TAG = re.compile(r"REDUCTION ORDER(?:: (?:see )?(\w+))?")
 
@@ -314,6 +329,11 @@ def test_file_opens_with_a_docstring_and_is_one_room(file: str) -> None:
     assert source.count("\n") <= MAX_LINES, f"isobit/{file} has more than {MAX_LINES} lines: one room or two?"
 
 
+def is_jit(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Compiled for a GPU: its arguments are what a launch hands over, and it cannot be cut where it likes."""
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 def large_functions(source: str) -> list[str]:
     """Functions with more lines, or more arguments (self and cls apart), than the house allows."""
     found = []
@@ -322,6 +342,8 @@ def large_functions(source: str) -> list[str]:
             given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             num_arguments = len([argument for argument in given if argument.arg not in ("self", "cls")])
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if is_jit(node):
+                num_lines, num_arguments = num_lines - (MAX_JIT_LINES - MAX_FUNCTION_LINES), 0
             if num_lines > MAX_FUNCTION_LINES or num_arguments > MAX_ARGUMENTS:
                 found.append(node.name)
     return found
@@ -336,6 +358,8 @@ def test_size_check_finds_a_planted_violation() -> None:
     arguments = ", ".join("abcdefghi")
     assert large_functions(f"def wide({arguments}): ...\ndef fine(self, {arguments[:-3]}): ...") == ["wide"]
     assert large_functions("def long():\n" + "    pass\n" * 40) == ["long"]
+    assert large_functions(f"@triton.jit\ndef kernel({arguments}):\n" + "    pass\n" * 64) == []
+    assert large_functions("@triton.jit\ndef kernel():\n" + "    pass\n" * 65) == ["kernel"]
 
 
 ENVIRONMENT = re.compile(r"\b(?:environ|getenv)\b")

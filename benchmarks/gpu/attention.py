@@ -54,9 +54,8 @@ class _Cache:
         query_starts = (np.arange(len(starts) + 1) * rows).astype(np.int32)
         positions = np.array(starts, np.int32)
         plan = kernels.plan_attention(query_starts, positions, self.order, self.shape, schedule)
-        arrays = (torch.from_numpy(a).cuda() for a in (query_starts, positions))
-        words = torch.from_numpy(plan.words).cuda()
-        return kernels.AttentionBatch(*arrays, self.tables[: len(starts)], plan, words)
+        first, at, words = (torch.from_numpy(array).cuda() for array in (query_starts, positions, plan.words))
+        return kernels.AttentionBatch(first, at, self.tables[: len(starts)], plan, words)
 
     def call(
         self, q: torch.Tensor, batch: kernels.AttentionBatch, workspace: kernels.AttentionWorkspace

@@ -57,7 +57,7 @@ def _times(ops: Sequence[Op], weights: Sequence[torch.Tensor], microseconds: flo
     taken: list[list[float]] = [[] for _ in ops]
     for _ in range(replays):
         for (graph, calls), times in zip(graphs, taken, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()
             end.record()

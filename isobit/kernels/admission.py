@@ -144,35 +144,41 @@ def admit(
     `kernels/reference`. Raises nothing for a refused kernel: the table does, when it is asked for.
     """
     cache = VerdictCache(cache_path or default_cache_path())
-    device_facts = host_facts() if device_facts is None else device_facts
+    facts = host_facts() if device_facts is None else device_facts
     verdicts: dict[Claim, Verdict] = {}
     pending: dict[tuple[str, Order], list[tuple[Kernel, str]]] = {}
     keys: dict[Claim, dict[str, Any]] = {}
-    sources = _sources_hash()
-    for kernel, order in _pairs(kernels, orders):
-        reason = _not_offered(kernel, order, device_facts)
-        if reason is not None:
-            verdicts.setdefault(Claim(kernel.op, order, kernel.name, ""), Verdict(NOT_OFFERED, reason))
-            continue
-        for schedule in kernel.schedules:
-            claim = Claim(kernel.op, order, kernel.name, schedule)
-            assert claim not in verdicts or not verdicts[claim], f"two kernels make the same claim: {claim}"
-            key = _key(kernel, order, schedule, device_facts, sources)
-            cached = cache.get(key)
-            if cached is not None:
-                verdicts[claim] = cached
-            else:
-                keys[claim] = key
-                pending.setdefault((kernel.op, order), []).append((kernel, schedule))
-    proofs = (prove or prove_by_reference)(pending)
+    for kernel, order, schedule, key in _claims(kernels, orders, facts, verdicts):
+        claim = Claim(kernel.op, order, kernel.name, schedule)
+        assert claim not in verdicts and claim not in keys, f"two kernels make the same claim: {claim}"
+        cached = cache.get(key)
+        if cached is not None:
+            verdicts[claim] = cached
+        else:
+            keys[claim] = key
+            pending.setdefault((kernel.op, order), []).append((kernel, schedule))
     claims = [Claim(op, order, kernel.name, name) for (op, order), of in pending.items() for kernel, name in of]
     bar = tqdm(claims, desc="admission", disable=not (progress and pending))
-    for claim, (verdict, lasting) in zip(bar, proofs, strict=True):
+    for claim, (verdict, lasting) in zip(bar, (prove or prove_by_reference)(pending), strict=True):
         if lasting:
             cache.put(keys[claim], verdict)
         verdicts[claim] = verdict
     cache.save()
     return AdmissionTable(_without_idle_reasons(verdicts))
+
+
+def _claims(
+    kernels: Sequence[Kernel], orders: Mapping[str, Order], facts: Mapping[str, str], verdicts: dict[Claim, Verdict]
+) -> Iterator[tuple[Kernel, Order, str, dict[str, Any]]]:
+    """(kernel, Order, schedule, cache key) of all that is offered; what is not goes to `verdicts` with its reason."""
+    sources = _sources_hash()
+    for kernel, order in _pairs(kernels, orders):
+        reason = _not_offered(kernel, order, facts)
+        if reason is not None:
+            verdicts.setdefault(Claim(kernel.op, order, kernel.name, ""), Verdict(NOT_OFFERED, reason))
+            continue
+        for schedule in kernel.schedules:
+            yield kernel, order, schedule, _key(kernel, order, schedule, facts, sources)
 
 
 def _pairs(kernels: Sequence[Kernel], orders: Mapping[str, Order]) -> Iterator[tuple[Kernel, Order]]:

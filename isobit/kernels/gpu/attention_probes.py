@@ -77,7 +77,7 @@ def _batches() -> list[list[Piece]]:
     return batches
 
 
-def attention_checks(library: Any, order: MmaAttentionOrder, schedule: str, shared: dict[str, Any]) -> Iterator[Check]:
+def attention_checks(library: Any, order: MmaAttentionOrder, schedule: str, shared: dict[Any, Any]) -> Iterator[Check]:
     for at, (num_heads, num_kv_heads) in enumerate(_HEADS):
         shape, scale = AttentionShape(num_heads, num_kv_heads, order.head_dim), order.head_dim**-0.5
         if at not in shared:
@@ -132,7 +132,8 @@ class _Rotation:
         self.norms = None
         if with_norms:
             weights = [floats(seed + i, width, low=-3, high=1) for i in (7, 8)]
-            self.norms = HeadNorms(*(torch.from_numpy(w).to(device) for w in weights), 1e-6)
+            q_weight, k_weight = (torch.from_numpy(w).to(device) for w in weights)
+            self.norms = HeadNorms(q_weight, k_weight, 1e-6)
             norm = norm_order(width, library.name)
             q, k = (reference.rms_norm(norm, x, w, 1e-6) for x, w in zip((q, k), weights, strict=True))
         at = cos[self.positions], sin[self.positions]

@@ -86,15 +86,6 @@ class GpuLibrary(GpuTensors):
         assert isinstance(order, MmaLinearOrder), f"{self.name} has no linear for {order}"
         return self._linears.ladder(order, admitted)
 
-    def warm_up(self, op: str, order: Order, schedule: str) -> None:
-        """Have the compiler make what a schedule needs; nothing is kept of what it computes."""
-        if isinstance(order, MmaLinearOrder) and op == "linear":
-            least, _ = self.linear_rows(order, schedule)
-            weight = torch.zeros((order.n, order.k), dtype=self.dtype, device=self.device)
-            bias = torch.zeros(order.n, device=self.device) if order.has_bias else None
-            x = torch.zeros((least, order.k), dtype=self.dtype, device=self.device)
-            self._linears.run(x, LinearWeight(order, weight, bias), schedule)
-
     # ---- a step
 
     def begin_step(self, arrays: StepArrays) -> tuple[torch.Tensor, AttentionInputs]:

@@ -151,9 +151,11 @@ def _sample(library: Any, order: Any, schedule: str, shared: dict[str, Any]) -> 
         index = np.arange(len(settings))[picked].copy()
         part = Draws(*(getattr(draws, name)[index] for name in Draws.__slots__))
         expected = torch.tensor(truth, dtype=torch.int32)[index].to(library.device)
-        run: Callable[[], Any] = lambda index=index, part=part: {  # noqa: E731
-            "ids": library.sample_rows(on_device[torch.from_numpy(index)], part)
-        }
+        some = on_device[torch.from_numpy(index)]
+
+        def run(some: torch.Tensor = some, part: Draws = part) -> dict[str, torch.Tensor]:
+            return {"ids": library.sample_rows(some, part)}
+
         yield Check(f"{index.size} rows", run, {"ids": expected})
 
 

@@ -14,6 +14,7 @@ import torch
 from isobit.kernels.admission import Claims
 from isobit.kernels.gpu.checks import Check, difference
 from isobit.kernels.gpu.probes import checks_for
+from isobit.kernels.gpu.warm import warm_up
 from isobit.kernels.registry import Kernel
 from isobit.kernels.verdict_cache import ADMITTED, REFUSED, Verdict
 from isobit.order import Order
@@ -53,7 +54,7 @@ def _compile_ahead(pending: Claims) -> None:
     def run_once(claim: tuple[Kernel, str, Order]) -> None:
         kernel, schedule, order = claim
         with torch.inference_mode():  # of this thread
-            kernel.library.warm_up(kernel.op, order, schedule)  # type: ignore[attr-defined]
+            warm_up(kernel.library, kernel.op, order, schedule)
 
     claims = [(kernel, schedule, order) for (_, order), of in pending.items() for kernel, schedule in of]
     with ThreadPoolExecutor(_COMPILERS) as pool:

@@ -47,7 +47,7 @@ class TuningCache:
 
     def get(self, key: Mapping[str, Any]) -> Ladder | None:
         """The ladder timed under exactly `key`, or None."""
-        entry = self._entries.get(_digest(key))
+        entry: Any = self._entries.get(_digest(key))
         try:
             return tuple((int(most), str(name)) for most, name in entry["ladder"])
         except (TypeError, KeyError, ValueError):
@@ -100,7 +100,7 @@ def _elapsed(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e3
+    return float(start.elapsed_time(end)) * 1e3
 
 
 def _digest(key: Mapping[str, Any]) -> str:

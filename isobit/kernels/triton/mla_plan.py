@@ -85,7 +85,8 @@ def mla_plan(
     items[:, 4] = np.where(apart[tile], (first_slot[tile] + split) * rows_per_tile, -1)
     cost = np.minimum(blocks[tile], items[:, 3] * per_split) - split * per_split + _ITEM_COST
     order_of, programs = _spread(cost, num_programs)
-    merges = _merges(query_starts, num_heads, rows_per_tile, request, first_row, last_row, apart, first_slot, parts)
+    first_output = query_starts.astype(np.int64)[request] * num_heads + first_row
+    merges = _merges(rows_per_tile, first_output, last_row - first_row + 1, apart, first_slot, parts)
     total_slots = int(np.add.reduce(slots))
     return MlaPlan(rows_per_tile, total_slots * rows_per_tile, items[order_of].astype(np.int32), programs, merges)
 
@@ -102,23 +103,20 @@ def _spread(cost: npt.NDArray[np.int64], num_programs: int) -> tuple[npt.NDArray
 
 
 def _merges(
-    query_starts: Int32,
-    num_heads: int,
     rows_per_tile: int,
-    request: npt.NDArray[np.int64],
-    first_row: npt.NDArray[np.int64],
-    last_row: npt.NDArray[np.int64],
+    first_output: npt.NDArray[np.int64],
+    height: npt.NDArray[np.int64],
     apart: npt.NDArray[np.bool_],
     first_slot: npt.NDArray[np.int64],
     parts: npt.NDArray[np.int64],
 ) -> Int32:
-    """One entry for each row of the tiles that were taken apart."""
+    """One entry for each row of the tiles that were taken apart; all by tile."""
     tiles = np.flatnonzero(apart)
-    heights = (last_row - first_row + 1)[tiles]
+    heights = height[tiles]
     tile = np.repeat(tiles, heights)
     within = np.arange(len(tile)) - np.repeat(np.cumsum(heights) - heights, heights)
     merges = np.empty((len(tile), 4), np.int64)
-    merges[:, 0] = query_starts.astype(np.int64)[request[tile]] * num_heads + first_row[tile] + within
+    merges[:, 0] = first_output[tile] + within
     merges[:, 1] = first_slot[tile] * rows_per_tile + within
     merges[:, 2] = rows_per_tile
     merges[:, 3] = parts[tile]

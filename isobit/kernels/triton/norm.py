@@ -5,6 +5,9 @@ halves. A row is read once, kept in registers, and written in the dtype that the
 residual stream (linears add to it). Invariant: a row's program sees that row and the weight, nothing else.
 """
 
+# jit functions carry no types
+# mypy: disable-error-code="assignment,attr-defined"
+
 from __future__ import annotations
 
 import torch
@@ -42,7 +45,7 @@ def _rms_norm_kernel(x, weight, out, row_stride, eps, WIDTH: tl.constexpr, LANES
 
 def norm_lanes(order: NormOrder) -> int:
     """Lanes worth keeping: a lane beyond the width holds +0, and adding +0 to a square moves no bit."""
-    return min(order.lanes, triton.next_power_of_2(order.width))
+    return int(min(order.lanes, triton.next_power_of_2(order.width)))
 
 
 def _warps(width: int) -> int:

@@ -5,6 +5,9 @@ the programs of a row found is joined by one more. Sums follow LogprobsOrder; ev
 data, which has no order. Does not know tokens' meaning. Invariant: a row's results depend on that row alone.
 """
 
+# jit functions carry no types
+# mypy: disable-error-code="assignment,attr-defined"
+
 from __future__ import annotations
 
 import torch
