@@ -49,19 +49,28 @@ def tiles_of(routing: MoeRouting) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "block"),
-    [(1, 4, 8, 2), (7, 2, 3, 3), (90, 4, 5, 8), (33, 1, 1, 64), (3, 8, 33, 8), (600, 4, 4, 160)],
+    ("tokens", "top_k", "experts", "block", "more"),
+    [
+        (1, 4, 8, 2, 1),
+        (7, 2, 3, 3, 0),
+        (90, 4, 5, 8, 0),
+        (33, 1, 1, 64, 0),
+        (3, 8, 33, 8, 4),
+        (65, 1, 1, 32, 1),
+        (66, 1, 1, 32, 1),
+        (600, 4, 4, 128, 32),
+    ],
 )
-def test_tiles_list_every_pair_once_by_expert(tokens: int, top_k: int, experts: int, block: int) -> None:
+def test_tiles_list_every_pair_once_by_expert(tokens: int, top_k: int, experts: int, block: int, more: int) -> None:
     ids = random_ids(tokens, top_k, experts)
-    routing = align(ids.to(DEVICE), experts, block)
+    routing = align(ids.to(DEVICE), experts, block, more)
     flat = ids.flatten().tolist()
     tiles = tiles_of(routing)
     expected = []
     for expert in sorted(set(flat)):
         pairs = [pair for pair, chosen in enumerate(flat) if chosen == expert]
-        even = -(-len(pairs) // -(-len(pairs) // block))
-        expected += [(expert, pairs[start : start + even]) for start in range(0, len(pairs), even)]
+        starts = range(0, max(1, len(pairs) - more), block)
+        expected += [(expert, pairs[start : start + block if start < starts[-1] else None]) for start in starts]
     assert tiles == expected
     assert len(tiles) <= routing.max_tiles
 
@@ -81,15 +90,16 @@ def test_most_tiles_that_can_be_are_counted() -> None:
 def test_align_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="int32"):
         align(torch.zeros((2, 2), dtype=torch.int64), 4, 8)
-    with pytest.raises(ValueError, match="512 experts"):
-        align(torch.zeros((2, 2), dtype=torch.int32), 513, 8)
+    for experts, block, more in ((513, 8, 0), (0, 8, 0), (4, 0, 0), (4, 8, 8), (4, 1, 1)):
+        with pytest.raises(ValueError, match="1 to 512 experts"):
+            align(torch.zeros((2, 2), dtype=torch.int32), experts, block, more)
 
 
 def small(schedule: MoeSchedule, depth: int = 32) -> MoeSchedule:
     """The schedule with a tile that the interpreter walks in no time."""
     rows, more = min(schedule.rows, 4), 2 if schedule.more else 0
     return dataclasses.replace(
-        schedule, block=min(schedule.block, rows + more), rows=rows, columns=16, depth=depth,
+        schedule, block=min(schedule.block, rows), rows=rows, columns=16, depth=depth,
         short=2 if schedule.short else 0, more=more, min_pairs=1,
     )  # fmt: skip
 
@@ -119,7 +129,7 @@ def run_all(ids: torch.Tensor, order: MmaLinearOrder, per_pair: bool, depth: int
     assert schedules
     for schedule in schedules:
         out = torch.full((ids.numel(), order.n), torch.nan)
-        moe_linear(x, weights, align(ids, EXPERTS, schedule.block), order, schedule, out)
+        moe_linear(x, weights, align(ids, EXPERTS, schedule.block, schedule.more), order, schedule, out)
         torch.testing.assert_close(out[known].double(), exact[known], rtol=0, atol=1e-4, msg=schedule.name)
         assert out[~known].isnan().all(), f"{schedule.name} wrote rows that nobody asked for"
 

@@ -78,11 +78,14 @@ def moe_linear(
 ) -> torch.Tensor:
     """x [T, K] or [T * top_k, K], weights [experts, N, K] -> [T * top_k, N], row token * top_k + slot.
 
-    `routing` was aligned with the schedule's block. A pair whose id names no expert leaves its row unwritten.
+    `routing` was aligned with the schedule's block and more. A pair whose id names no expert leaves its row unwritten.
     """
     per_row = _pairs_per_row(x, weights, routing.ids, order)
-    if routing.block != schedule.block:
-        raise ValueError(f"schedule {schedule.name} takes tiles of {schedule.block} pairs, got {routing.block}")
+    if (routing.block, routing.more) != (schedule.block, schedule.more):
+        raise ValueError(
+            f"schedule {schedule.name} takes tiles of {schedule.block} and {schedule.more} pairs, "
+            f"got {routing.block} and {routing.more}"
+        )
     if weights.shape[0] != routing.num_experts:
         raise ValueError(f"routing over {routing.num_experts} experts, weights of {weights.shape[0]}")
     out = _output(routing.ids, order, out)

@@ -1,9 +1,9 @@
 """Which pairs each expert has, cut into tiles: made on the device from the router's choice, without asking it anything.
 
-A pair p = token * top_k + slot. Pairs are listed by expert, ascending inside an expert; a tile is up to `block`
-neighbours of one expert in that list; an expert's tiles are as even as they can be. Integers only: counts, sums and
-places have no rounding and so no order. Does not know weights. Invariant: sizes that the host needs follow from shapes
-alone; an id that names no expert has no tile.
+A pair p = token * top_k + slot. Pairs are listed by expert, ascending inside an expert; a tile is `block`
+neighbours of one expert in that list, an expert's last one what is left: up to `more` beyond a block. Integers only:
+counts, sums and places have no rounding and so no order. Does not know weights. Invariant: sizes that the host needs
+follow from shapes alone; an id that names no expert has no tile.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
@@ -34,6 +34,7 @@ class MoeRouting:
     ids: torch.Tensor
     num_experts: int
     block: int
+    more: int
     max_tiles: int
     pairs: torch.Tensor | None = None
     tiles: torch.Tensor | None = None
@@ -50,8 +51,8 @@ def _known_ids(ids, at, num_pairs, num_experts):
     return tl.where((found >= 0) & (found < num_experts), found, -1)
 
 
-@triton.jit(do_not_specialize=("num_pairs", "num_experts", "max_tiles", "block"))
-def _align_kernel(ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tiles, block, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=("num_pairs", "num_experts", "max_tiles", "block", "more"))
+def _align_kernel(ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tiles, block, more, CHUNK: tl.constexpr,
                   BINS: tl.constexpr):  # fmt: skip
     """A program an expert: all of them count all pairs, each then lists its own. One launch, no atomics between
     programs, so that a step with few rows does not wait for a chain of small kernels."""
@@ -62,10 +63,11 @@ def _align_kernel(ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tile
     for start in range(0, num_pairs, CHUNK):
         found = _known_ids(ids, start + chunk, num_pairs, num_experts)
         counts += tl.histogram(tl.maximum(found, 0), BINS, mask=found >= 0)
-    tiles_of = (counts + block - 1) // block
+    tiles_of = tl.minimum(counts, tl.maximum(1, (counts - more + block - 1) // block))  # none for no pair
     first = tl.sum(tl.where(bins < expert, counts, 0))
     count = tl.sum(tl.where(bins == expert, counts, 0))
     first_tile = tl.sum(tl.where(bins < expert, tiles_of, 0))
+    own_tiles = tl.sum(tl.where(bins == expert, tiles_of, 0))
     all_tiles = tl.sum(tiles_of)
     place = first
     for start in range(0, tl.where(count > 0, num_pairs, 0), CHUNK):
@@ -74,12 +76,10 @@ def _align_kernel(ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tile
         ahead = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(pairs + place + ahead - 1, at, mask=mine)
         place += tl.max(ahead, 0)
-    own_tiles = (count + block - 1) // block
-    even_block = (count + own_tiles - 1) // tl.maximum(own_tiles, 1)  # two tiles alike beat a full one and a rest
-    _list_tiles(tiles, expert, first, count, first_tile, own_tiles, even_block, CHUNK)
+    _list_tiles(tiles, expert, first, count, first_tile, own_tiles, block, CHUNK)
     if expert == num_experts - 1:
         tl.store(num_tiles, all_tiles)
-        _list_tiles(tiles, -1, 0, 0, all_tiles, max_tiles - all_tiles, 0, CHUNK)
+        _list_tiles(tiles, -1, 0, 0, all_tiles, max_tiles - all_tiles, block, CHUNK)
 
 
 @triton.jit
@@ -90,22 +90,25 @@ def _list_tiles(tiles, expert, first, count, first_tile, how_many, block, CHUNK:
         listed = tile < how_many
         tl.store(entry, expert + tile * 0, mask=listed)
         tl.store(entry + 1, first + tile * block, mask=listed)
-        tl.store(entry + 2, tl.minimum(count - tile * block, block), mask=listed)
+        left = count - tile * block
+        tl.store(entry + 2, tl.where(tile < how_many - 1, block, left), mask=listed)
         tl.store(entry + 3, tile * 0, mask=listed)
 
 
-def align(ids: torch.Tensor, num_experts: int, block: int) -> MoeRouting:
-    """Tiles of at most `block` pairs for ids int32 [T, top_k]; `block` is a schedule's. One launch, or none for 1.
+def align(ids: torch.Tensor, num_experts: int, block: int, more: int = 0) -> MoeRouting:
+    """Tiles for ids int32 [T, top_k]; `block` and `more` are a schedule's. One launch, or none for a block of 1.
 
     Raises ValueError for ids of another type or shape, or more than 512 experts.
     """
     if ids.dtype != torch.int32 or ids.dim() != 2 or not ids.is_contiguous():
         raise ValueError(f"expert ids must be contiguous int32 [tokens, top_k], got {ids.dtype} {tuple(ids.shape)}")
-    if not 1 <= num_experts <= MAX_EXPERTS or block < 1:
-        raise ValueError(f"1 to {MAX_EXPERTS} experts and tiles of 1 or more pairs, got {num_experts} and {block}")
+    if not 1 <= num_experts <= MAX_EXPERTS or block < 1 or not 0 <= more < block:
+        raise ValueError(
+            f"1 to {MAX_EXPERTS} experts, tiles of 1 or more pairs and fewer beyond, got {num_experts}, {block}, {more}"
+        )
     num_pairs = ids.numel()
     if block == 1 or num_pairs == 0:
-        return MoeRouting(ids, num_experts, block, num_pairs)
+        return MoeRouting(ids, num_experts, block, more, num_pairs)
     # as many experts as can begin a tile of their own do so, with one pair each; the rest of the pairs fill tiles
     max_tiles = (num_pairs + min(num_experts, num_pairs) * (block - 1)) // block
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
@@ -113,7 +116,7 @@ def align(ids: torch.Tensor, num_experts: int, block: int) -> MoeRouting:
     num_tiles = torch.empty(1, dtype=torch.int32, device=ids.device)
     chunk = 256 if num_pairs <= 256 else 2048
     _align_kernel[(num_experts,)](
-        ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tiles, block, CHUNK=chunk,
+        ids, pairs, tiles, num_tiles, num_pairs, num_experts, max_tiles, block, more, CHUNK=chunk,
         BINS=max(32, triton.next_power_of_2(num_experts)), num_warps=4 if chunk == 256 else 8,
     )  # fmt: skip
-    return MoeRouting(ids, num_experts, block, max_tiles, pairs, tiles, num_tiles)
+    return MoeRouting(ids, num_experts, block, more, max_tiles, pairs, tiles, num_tiles)

@@ -21,8 +21,8 @@ _ANY = sys.maxsize
 class MoeSchedule:
     """A kernel with tiles of `rows` pairs x `columns` outputs, `depth` products at a time; see moe_kernels.py.
 
-    `block` is what `align` must cut the pairs by: rows + more, or 1 where every pair is its own tile. Offered for
-    `min_pairs` to `max_pairs` pairs.
+    `align` must cut the pairs by `block` and `more`: a block is `rows`, or 1 where every pair is its own tile. Offered
+    for `min_pairs` to `max_pairs` pairs.
     """
 
     name: str
@@ -59,8 +59,8 @@ _EXPERTS = (
 )  # fmt: skip
 # One slice of K: nothing but the present accumulator is kept, and the tile can be large.
 _LARGE = (
-    MoeSchedule("experts-128", "experts", 160, 128, 256, 64, 8, 4, min_pairs=256, short=64, more=32, parts=4),
-    MoeSchedule("experts-256", "experts", 288, 256, 128, 64, 8, 4, min_pairs=256, short=128, more=32, swap=True,
+    MoeSchedule("experts-128", "experts", 128, 128, 256, 64, 8, 4, min_pairs=256, short=64, more=32, parts=4),
+    MoeSchedule("experts-256", "experts", 256, 256, 128, 64, 8, 4, min_pairs=256, short=128, more=32, swap=True,
                 parts=2),
 )  # fmt: skip
 _LARGE_SLICED = (
