@@ -18,7 +18,7 @@ from isobit.order import MmaAttentionOrder, MmaLinearOrder, NormOrder, Order
 
 __all__ = ["warm_up"]
 
-_SHAPE = (4, 2)  # query heads, key/value heads: no kernel is made for a number of heads
+_SHAPE = (16, 8)  # query heads, key/value heads: one kernel serves any numbers from 8 heads on
 
 
 def warm_up(library: Any, op: str, order: Order, schedule: str) -> None:
@@ -87,10 +87,10 @@ def _attention(library: Any, order: MmaAttentionOrder, schedule: str) -> None:
 
 def _vocabulary(library: Any, op: str, vocab_size: int) -> None:
     logits = torch.zeros((3, vocab_size), device=library.device)
-    if op == "sample":
-        top_k, top_p = np.array([0, 40, 500]), np.array([1.0, 0.9, 0.8])
-        draws = Draws(np.ones(3), top_k, top_p, np.zeros(3), np.zeros(3, np.uint64), np.arange(3))
-        library.sample_rows(logits, draws)
+    if op == "sample":  # without filters, with a short list, and every kind of long one
+        for top_k, top_p in ((0, 1.0), (40, 0.9), (500, 1.0), (0, 0.9), (500, 0.9)):
+            every = (np.full(3, value) for value in (1.0, top_k, top_p, 0.0))
+            library.sample_rows(logits, Draws(*every, np.zeros(3, np.uint64), np.arange(3)))
     elif op == "top_logits":
         for n in {min(n, vocab_size) for n in (1, 17, 64)}:
             library.top_rows(logits, n)

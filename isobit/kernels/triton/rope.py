@@ -78,7 +78,7 @@ def _rotate_and_store(
         tl.store(out + feature[None, :], rest.to(out.dtype.element_ty), mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
 def _rope_and_cache_kernel(
     qkv, positions, slots, cos, sin, q_norm, k_norm, q_out, kv_layer,
     row_stride, num_heads, num_kv_heads, page_size, plane_stride, eps,

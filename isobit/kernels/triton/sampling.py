@@ -118,7 +118,7 @@ def _within(key, inside, value, limit, before, weight):
     return inside & ((key > value) | (tie & kept)), before + tl.sum(tie.to(tl.int64), axis=0) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _draw_blocks_kernel(
     logits, maxima, settings, count_state, count_sums, weight_state, weight_sums, best_scores, best_ids,
     row_stride, vocab_size, num_blocks,
@@ -161,7 +161,7 @@ def _draw_blocks_kernel(
     tl.store(best_ids + slot * num_blocks + block, best_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _best_block_kernel(best_scores, best_ids, settings, tokens, num_blocks, BLOCKS: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCKS)
@@ -171,7 +171,7 @@ def _best_block_kernel(best_scores, best_ids, settings, tokens, num_blocks, BLOC
     tl.store(tokens + setting(settings, slot, 0), _best(scores, ids)[1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _draw_short_kernel(logits, top, settings, tokens, row_stride, count, TOP: tl.constexpr):
     """Token of a row that keeps at most `count` tokens, listed in `top` by (value descending, id ascending)."""
     slot = tl.program_id(0).to(tl.int64)

@@ -150,7 +150,7 @@ def _store_state(state, value, above, limit, ties):
     tl.store(state + 3, ties)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "step"])
 def _search_kernel(
     logits, maxima, settings, state, sums, counted, listed, counts, row_stride, vocab_size, num_rows, num_blocks, step,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
