@@ -24,8 +24,10 @@ __all__ = ["moe_combine"]
 _WIDTH = 1024
 
 
-@triton.jit(do_not_specialize=("width",))
-def _combine_kernel(experts, weights, shared, residual, out, width, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=("width_units",))
+def _combine_kernel(experts, weights, shared, residual, out, width_units, TOP_K: tl.constexpr, UNIT: tl.constexpr,
+                    WIDTH: tl.constexpr):  # fmt: skip
+    width = width_units * UNIT  # in units of 8 where it is a multiple of 8: 16-byte loads
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
@@ -64,12 +66,14 @@ def moe_combine(
         raise ValueError(f"the shared expert's output must be {tuple(residual.shape)}, got {tuple(shared.shape)}")
     if out is None:
         out = torch.empty_like(residual)
-    for name, tensor in (("expert_out", expert_out), ("weights", weights), ("residual", residual), ("out", out)):
-        if not tensor.is_contiguous():
+    tensors = {"expert_out": expert_out, "weights": weights, "residual": residual, "shared": shared, "out": out}
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if tokens:
+        unit = 8 if width % 8 == 0 else 1
         _combine_kernel[(tokens, triton.cdiv(width, _WIDTH))](
-            expert_out, weights, shared, residual, out, width, TOP_K=top_k, WIDTH=_WIDTH, num_warps=4,
-            enable_fp_fusion=False,
+            expert_out, weights, shared, residual, out, width // unit, TOP_K=top_k, UNIT=unit, WIDTH=_WIDTH,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
