@@ -249,7 +249,7 @@ def reference_kernel(x, weights, out, ids, n, k, pairs_per_row, num_experts, SLI
         x_at = x + (pair // pairs_per_row).to(tl.int64) * k + row[:, None] * 0 + depth[None, :]
         w_at = weights + (expert.to(tl.int64) * n + column)[:, None] * k + depth[None, :]
         total = tl.zeros([16, COLUMNS], tl.float32)
-        for i in tl.static_range(SLICES):  # REDUCTION ORDER: see MmaLinearOrder
+        for i in tl.static_range(SLICES):
             acc = tl.zeros([16, COLUMNS], tl.float32)
             for start in range(0, slice_k, 16):  # REDUCTION ORDER: see MmaLinearOrder
                 inside = (start + depth < slice_k)[None, :]
