@@ -91,7 +91,7 @@ def pointer_kernel(
     _finish(acc, first_row, row, column, num_rows, n, bias, addend, out, partials, counters, tile, SLICES)
 
 
-@triton.jit(do_not_specialize=("num_rows", "n", "k"))
+@triton.jit(do_not_specialize=("num_rows", "k"))
 def tma_slice_kernel(
     x_tiles, w_tiles, bias, addend, out, partials, counters, num_rows, n, k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr,
@@ -173,7 +173,7 @@ def _slice_of_tile(x_tiles, w_tiles, first_row, first_column, first, steps, ROWS
     return acc
 
 
-@triton.jit(do_not_specialize=("num_rows", "n", "k"))
+@triton.jit(do_not_specialize=("num_rows", "k"))
 def tma_persistent_kernel(
     x_tiles, w_tiles, out_tiles, bias, addend, num_rows, n, k,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
