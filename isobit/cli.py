@@ -140,6 +140,7 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="whose Orders to prove (default: smollm2)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels (default: cpu)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
@@ -286,4 +287,4 @@ def run_doctor(options: argparse.Namespace) -> int:
     """Print the table of kernels; exit code 1 if one is not admitted."""
     from isobit.doctor import run_doctor as run
 
-    return run(options.model, as_json=options.json)
+    return run(options.model, as_json=options.json, device=options.device)

@@ -34,14 +34,22 @@ _DTYPES = (
 
 
 def run_doctor(
-    model: str = "smollm2", as_json: bool = False, cache_path: Path | None = None, progress: bool = True
+    model: str = "smollm2",
+    as_json: bool = False,
+    cache_path: Path | None = None,
+    progress: bool = True,
+    device: str = "cpu",
 ) -> int:
-    """Prove and print; returns the exit code. Raises ValueError for a model that cannot be read."""
-    orders = doctor_orders(model)
-    libraries, unavailable = _open_libraries()
-    kernels = [kernel for library in libraries for kernel in library_kernels(library)]
-    table = admit(kernels, orders, cache_path, progress=progress and not as_json)
-    found = report(table, orders, unavailable)
+    """Prove and print; returns the exit code. Raises ValueError for a model that cannot be read, or a missing GPU."""
+    progress = progress and not as_json
+    if device == "cuda":
+        table, orders = _prove_gpu(model, cache_path, progress)
+        found = report(table, orders, {})
+    else:
+        orders = doctor_orders(model)
+        libraries, unavailable = _open_libraries()
+        kernels = [kernel for library in libraries for kernel in library_kernels(library)]
+        found = report(admit(kernels, orders, cache_path, progress=progress), orders, unavailable)
     print(json.dumps(found, indent=2) if as_json else format_report(found))
     return 1 if found["missing"] else 0
 
@@ -54,6 +62,22 @@ def doctor_orders(model: str) -> dict[str, Order]:
         for name, order in model_orders(config, *dtypes, device_class="cpu").items():
             distinct.setdefault(order, f"{name} {'/'.join(dtypes)}")
     return {name: order for order, name in distinct.items()}
+
+
+def _prove_gpu(model: str, cache_path: Path | None, progress: bool) -> tuple[AdmissionTable, dict[str, Order]]:
+    """The table of the GPU's kernels, and the Orders, under each dtype a user can choose."""
+    from isobit.kernels.gpu.device import gpu_facts  # asks the driver
+
+    device_class, _ = gpu_facts()
+    from isobit.kernels.gpu.claims import admit_library
+    from isobit.kernels.gpu.library import GpuLibrary
+
+    config, verdicts, orders = load_model_config(model), {}, {}
+    for dtype in ("bfloat16", "float16"):
+        own = model_orders(config, dtype, dtype, dtype, device_class)
+        verdicts.update(admit_library(GpuLibrary(device_class, dtype), own, cache_path, progress).verdicts)
+        orders.update({f"{name} {dtype}": order for name, order in own.items()})
+    return AdmissionTable(verdicts), orders
 
 
 def _open_libraries() -> tuple[list[CpuLibrary], dict[str, str]]:

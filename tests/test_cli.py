@@ -41,7 +41,7 @@ def test_options_are_frozen() -> None:
     assert list(commands) == ["serve", "generate", "score", "plan", "orders", "doctor"]
     for name, own in OWN.items():
         assert option_names(commands[name]) == sorted([*ENGINE, *own]), name
-    assert option_names(commands["doctor"]) == ["--help", "--json", "--model"]
+    assert option_names(commands["doctor"]) == ["--device", "--help", "--json", "--model"]
 
 
 def test_every_engine_option_is_on_the_command_line() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.cli import main
 from isobit.config import EngineConfig
 from isobit.order import (
     MmaLinearOrder,
@@ -128,9 +129,12 @@ def test_a_damaged_tuning_file_is_as_good_as_none(tmp_path: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_told_so() -> None:
+def test_a_machine_without_a_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no NVIDIA GPU is visible to torch; use device=cpu"):
         load_model(EngineConfig(device="cuda"))
+    for command in (["doctor", "--device", "cuda"], ["plan", "--model", "smollm2", "--device", "cuda"]):
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith("error: device=cuda: no NVIDIA GPU is visible")
 
 
 def test_options_that_a_gpu_cannot_keep_are_refused() -> None:

@@ -422,7 +422,7 @@ OPTIONS = {
     "score": ENGINE_OPTIONS | {"--json"},
     "plan": ENGINE_OPTIONS,
     "orders": ENGINE_OPTIONS,
-    "doctor": {"--help", "--json", "--model"},
+    "doctor": {"--device", "--help", "--json", "--model"},
 }  # fmt: skip
 
 
