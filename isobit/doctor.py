@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from isobit.kernels.admission import AdmissionTable, admit
+from isobit.kernels.admission import AdmissionTable, Claim, admit
 from isobit.kernels.cpu.build import machine_libraries
 from isobit.kernels.cpu.claims import library_kernels
 from isobit.kernels.cpu.features import REQUIRED_FLAGS, supported_libraries
 from isobit.kernels.cpu.library import CpuLibrary
 from isobit.kernels.registry import OPS_OF_ORDER
-from isobit.kernels.verdict_cache import ADMITTED
+from isobit.kernels.verdict_cache import ADMITTED, Verdict
 from isobit.model_config import load_model_config
 from isobit.order import Order, model_orders
 
@@ -72,7 +72,9 @@ def _prove_gpu(model: str, cache_path: Path | None, progress: bool) -> tuple[Adm
     from isobit.kernels.gpu.claims import admit_library
     from isobit.kernels.gpu.library import GpuLibrary
 
-    config, verdicts, orders = load_model_config(model), {}, {}
+    config = load_model_config(model)
+    verdicts: dict[Claim, Verdict] = {}
+    orders: dict[str, Order] = {}
     for dtype in ("bfloat16", "float16"):
         own = model_orders(config, dtype, dtype, dtype, device_class)
         verdicts.update(admit_library(GpuLibrary(device_class, dtype), own, cache_path, progress).verdicts)

@@ -89,8 +89,9 @@ def _vocabulary(library: Any, op: str, vocab_size: int) -> None:
     logits = torch.zeros((3, vocab_size), device=library.device)
     if op == "sample":  # without filters, with a short list, and every kind of long one
         for top_k, top_p in ((0, 1.0), (40, 0.9), (500, 1.0), (0, 0.9), (500, 0.9)):
-            every = (np.full(3, value) for value in (1.0, top_k, top_p, 0.0))
-            library.sample_rows(logits, Draws(*every, np.zeros(3, np.uint64), np.arange(3)))
+            ones, limits = np.ones(3), np.full(3, top_k)
+            draws = Draws(ones, limits, top_p * ones, 0 * ones, np.zeros(3, np.uint64), np.arange(3))
+            library.sample_rows(logits, draws)
     elif op == "top_logits":
         for n in {min(n, vocab_size) for n in (1, 17, 64)}:
             library.top_rows(logits, n)
