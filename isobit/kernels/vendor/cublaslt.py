@@ -8,6 +8,7 @@ here depends on how many rows there are, except the bucket and the sizes handed 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import sys
 from collections.abc import Callable
@@ -90,9 +91,10 @@ class CublasLt:
         found, least = [], 1
         for most in BUCKETS:
             rows = f"{least}-{most}" if most != sys.maxsize else f"{least}+"
-            for rank in range(min(ranks, len(self._choose(order, most)))):
-                name = f"cublaslt {rows}" + (f" #{rank + 1}" if rank else "")
-                found.append(VendorSchedule(name, least, most, rank))
+            for rank, choice in enumerate(self._choose(order, most)[:ranks]):
+                # The name tells the algorithm: what another start is recommended must be proven anew.
+                digest = hashlib.sha256(bytes(choice.algorithm)).hexdigest()[:8]
+                found.append(VendorSchedule(f"cublaslt {rows} #{rank + 1} {digest}", least, most, rank))
             least = most + 1
         return tuple(found)
 
