@@ -14,10 +14,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.timing import alternating
 from isobit.kernels.gpu.checks import device_floats, difference
 from isobit.kernels.triton.linear import linear, reference_linear
 from isobit.kernels.triton.linear_call import LinearWorkspace
@@ -37,33 +39,9 @@ PEER = LinearSchedule("one tile", 1, ANY_ROWS, "pointer", 128, 128, 64, warps=8,
 Op = Callable[[torch.Tensor], Any]  # of a weight
 
 
-def _graph(op: Op, weights: Sequence[torch.Tensor], microseconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """About a millisecond of calls, and their number."""
-    turns = max(1, round(800 / (microseconds * len(weights))))
-    op(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(turns):
-            for weight in weights:
-                op(weight)
-    graph.replay()
-    return graph, turns * len(weights)
-
-
 def _times(ops: Sequence[Op], weights: Sequence[torch.Tensor], microseconds: float, replays: int) -> list[float]:
-    """Medians in microseconds a call; the ops take turns."""
-    graphs = [_graph(op, weights, microseconds) for op in ops]
-    taken: list[list[float]] = [[] for _ in ops]
-    for _ in range(replays):
-        for (graph, calls), times in zip(graphs, taken, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-    return [statistics.median(times) for times in taken]
+    """Medians in microseconds a call; the ops take turns, each over all weights."""
+    return alternating([[partial(op, weight) for weight in weights] for op in ops], microseconds, replays)
 
 
 class _Shape:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.timing import Call, alternating
 from isobit.kernels.gpu.checks import device_floats, difference
 from isobit.kernels.triton.moe import MoeSchedule, align, moe_linear, moe_schedules, reference_moe_linear
 from isobit.kernels.triton.moe_combine import moe_combine
@@ -32,37 +33,6 @@ SHAPES = (("moe", 2048, 3072, "bfloat16"), ("moe_down", 1536, 2048, "float32")) 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PEER = MoeSchedule("one tile", "experts", 128, 128, 128, 64, 8, 3, parts=2)
 
-Call = Callable[[], Any]
-
-
-def _graph(calls: Sequence[Call], microseconds: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """About a millisecond of calls, in turn, and their number."""
-    turns = max(1, round(1000 / (microseconds * len(calls))))
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(turns):
-            for call in calls:
-                call()
-    graph.replay()
-    return graph, turns * len(calls)
-
-
-def _times(ops: Sequence[Sequence[Call]], microseconds: float, replays: int) -> list[float]:
-    """Medians in microseconds a call; the ops take turns."""
-    graphs = [_graph(calls, microseconds) for calls in ops]
-    taken: list[list[float]] = [[] for _ in ops]
-    for _ in range(replays):
-        for (graph, calls), times in zip(graphs, taken, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-    return [statistics.median(times) for times in taken]
 
 
 class _Batch:
@@ -117,10 +87,10 @@ def _measure(op: str, batch: _Batch, tokens: int, floor: float) -> dict[str, Any
     offered = [s for s in moe_schedules(order) if s.min_pairs <= pairs <= s.max_pairs]
     admitted = [schedule for schedule in offered if batch.same(schedule)]
     estimate = max(10.0, 1.2 * floor)
-    first = _times([batch.calls(schedule) for schedule in admitted], estimate, 3)
+    first = alternating([batch.calls(schedule) for schedule in admitted], estimate, 3)
     best = min(zip(first, range(len(first)), strict=True))[1]
     ops, theirs = [batch.calls(admitted[best]), batch.calls(PEER)], batch.unconstrained()
-    ours, peer, *rest = _times(ops + ([theirs] if theirs else []), estimate, 7)
+    ours, peer, *rest = alternating(ops + ([theirs] if theirs else []), estimate, 7)
     return {
         "op": op, "shape": f"{EXPERTS}x{order.k}x{order.n} top {TOP_K}", "m": tokens, "ours_us": ours,
         "schedule": admitted[best].name, "unconstrained_us": rest[0] if rest else None, "peer_us": peer,
@@ -137,7 +107,7 @@ def _around(tokens: int, device: torch.device, bytes_per_s: float) -> list[dict[
     width = SHAPES[-1][2]
     experts, residual = torch.randn(tokens, TOP_K, width, device=device), torch.randn(tokens, width, device=device)
     shares, order = torch.rand(tokens, TOP_K, device=device), MoeCombineOrder(TOP_K)
-    aligned, combined = _times(
+    aligned, combined = alternating(
         [[lambda: align(ids, EXPERTS, 64)], [lambda: moe_combine(experts, shares, residual, order)]], 10.0, 5
     )
     floor = 4 * (experts.numel() + 2 * residual.numel()) / bytes_per_s * 1e6
