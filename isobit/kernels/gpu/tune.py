@@ -26,6 +26,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 102
 FORMAT = 1
 RUNS_PER_GRAPH = 8
 _REPETITIONS = 5
+_LONG = 400.0  # microseconds: a launch no longer matters
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,23 @@ def choose_schedules(candidates: Sequence[Candidate]) -> Ladder:
 
 
 def _microseconds(candidate: Candidate, rows: int) -> float:
-    """Median device time of one run; runs are replayed from a graph, or a small kernel would time its own launch."""
-    candidate.run(rows, 2)
+    """Median device time of one run. Short ones are replayed from a graph, or they would time their own launch."""
+    candidate.run(rows, 1)
+    once = _elapsed(lambda: candidate.run(rows, 1))
+    if once > _LONG:
+        return statistics.median([once, *(_elapsed(lambda: candidate.run(rows, 1)) for _ in range(2))])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         candidate.run(rows, RUNS_PER_GRAPH)
     graph.replay()
-    return statistics.median(_elapsed(graph) for _ in range(_REPETITIONS)) / RUNS_PER_GRAPH
+    return statistics.median(_elapsed(graph.replay) for _ in range(_REPETITIONS)) / RUNS_PER_GRAPH
 
 
-def _elapsed(graph: torch.cuda.CUDAGraph) -> float:
+def _elapsed(run: Callable[[], object]) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    graph.replay()
+    run()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
