@@ -90,10 +90,10 @@ class AttentionOrder:
 @dataclass(frozen=True)
 class MmaAttentionOrder:
     """Keys in blocks of `kv_block`, blocks in splits of `kv_split_size` keys, both anchored at position 0. In a split,
-    from m = -inf, l = 0, O = 0: s = mma(q, k) * (scale * log2 e), m' = max(m, max s), a = exp2(m - m'),
-    p = exp2(s - m'), l = l * a + sum p, O = mma(round(p), v, O * a). Splits are merged left to right:
-    m' = max(M, m), L = L * exp2(M - m') + l * exp2(m - m'), O alike; out = O / L. Every product and sum rounds (no
-    FMA), exp2 is the device's; keys after the query's own position are -inf. q, k, v, round(p) have `kv_dtype`; v is
+    from m = -inf, l = 0, O = 0: s = mma(q, k), m' = max(m, max s * c), a = exp2(m - m'), p = exp2(fma(s, c, -m')),
+    l = l * a + sum p, O = mma(round(p), v, O * a), c = float32(scale * log2 e) > 0. Splits are merged left to right:
+    m' = max(M, m), L = L * exp2(M - m') + l * exp2(m - m'), O alike; out = O / L. Every other product and sum rounds,
+    m' too; exp2 is the device's; s after the query's own position is -inf. q, k, v, round(p) have `kv_dtype`; v is
     the first `value_dim` features of k where there is one tensor for both (absorbed MLA). sum p: of p in float32 by
     halves (column j + N/2 to j, down to 8 columns, then neighbours, j + 4, j + 2), or, `row_sum` "mma", of round(p) by
     the tensor core, as one more column of v that is 1.

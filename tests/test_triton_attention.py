@@ -7,6 +7,7 @@ What runs here are the plain kernels; those in Gluon are written for sm90 alone.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from isobit.order import MmaAttentionOrder, mma_attention_order
 from tests.interpreter import INTERPRETED  # before the kernels
 
 from isobit.kernels.triton import attention as kernels  # isort: skip
-from isobit.kernels.triton.attention_math import row_sum  # isort: skip
+from isobit.kernels.triton.attention_math import exponent_scale, row_sum, weigh  # isort: skip
 from isobit.kernels.triton.attention_plan import cut_into_tiles  # isort: skip
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the interpreter's; tests/gpu/test_attention.py is the GPU's")
@@ -61,7 +62,7 @@ class _Case:
         self.query_starts = np.cumsum([0] + [rows for _, rows in pieces]).astype(np.int32)
         self.start_positions = np.array([start for start, _ in pieces], np.int32)
 
-    def run(self, schedule: str, pad: int = 0) -> torch.Tensor:
+    def run(self, schedule: str, pad: int = 0, scale: float | None = None) -> torch.Tensor:
         plan = kernels.plan_attention(self.query_starts, self.start_positions, self.order, self.shape, schedule)
         if pad:
             sizes = (plan.num_tiles, plan.num_items, plan.num_rows, plan.partial_rows)
@@ -71,8 +72,9 @@ class _Case:
             torch.from_numpy(plan.words),
         )  # fmt: skip
         workspace = kernels.AttentionWorkspace(torch.device("cpu"))
+        scale = self.shape.head_dim**-0.5 if scale is None else scale
         run = kernels.reference_attention if schedule == kernels.REFERENCE else kernels.attention
-        return run(self.q, self.kv_layer, batch, self.order, self.shape, self.shape.head_dim**-0.5, workspace)
+        return run(self.q, self.kv_layer, batch, self.order, self.shape, scale, workspace)
 
     def expected(self) -> torch.Tensor:
         out = []
@@ -119,6 +121,38 @@ def test_row_sum_is_the_stated_tree() -> None:
         assert torch.equal(y, p[:, 0] + p[:, 1])
 
 
+@triton.jit
+def _weigh_rows(s, m, scale, m_next, alpha, p):  # type: ignore[no-untyped-def]
+    row = tl.arange(0, 64)
+    at = row[:, None] * 64 + tl.arange(0, 64)[None, :]
+    products = tl.load(s + at)
+    m_new, a, weights = weigh(products, tl.max(products, 1), tl.load(m + row), scale, True)
+    tl.store(m_next + row, m_new)
+    tl.store(alpha + row, a)
+    tl.store(p + at, weights)
+
+
+def test_a_block_that_a_row_does_not_see_leaves_the_row_alone() -> None:
+    """Else a row's bits would depend on the other rows of its tile, whose blocks go on after its own position."""
+    s, scale = torch.randn(64, 64) * 30, exponent_scale(0.3)
+    m, m_next, alpha, p = torch.full((64,), -torch.inf), torch.empty(64), torch.empty(64), torch.empty(64, 64)
+    s[0] = -torch.inf  # this row has not seen any key yet
+    _weigh_rows[(1,)](s, m, scale, m_next, alpha, p)
+    assert m_next[0] == -torch.inf and not p[0].any() and not alpha.any()
+    assert torch.equal(m_next[1:], s[1:].amax(1) * scale)
+    truth = torch.exp2(s.double() * scale - m_next.double()[:, None])
+    torch.testing.assert_close(p[1:].double(), truth[1:], rtol=2e-5, atol=0)
+    nothing, m = torch.full_like(s, -torch.inf), m_next.clone()
+    _weigh_rows[(1,)](nothing, m, scale, m_next, alpha, p)
+    assert torch.equal(m_next, m) and not p.any() and (alpha[1:] == 1).all() and alpha[0] == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, float("nan"), float("inf"), 1e-60, 1e60])
+def test_a_scale_under_which_the_maximum_is_not_the_heaviest_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"scale={scale}")):
+        exponent_scale(scale)
+
+
 def test_plan_covers_every_row_once() -> None:
     random = np.random.default_rng(3)
     for _ in range(50):
@@ -158,6 +192,8 @@ def test_refusals_name_the_value() -> None:
     with pytest.raises(ValueError, match="cannot share 3"):
         kernels.plan_attention(starts, positions, _order(64), AttentionShape(4, 3, 64))
     case = _Case([(5, 1)], shape, _order(64))
+    with pytest.raises(ValueError, match=r"scale=-0\.5"):
+        case.run("split-triton", scale=-0.5)
     with pytest.raises(ValueError, match="contiguous"):
         case.q = torch.zeros(1, 512, dtype=torch.float16)[:, ::2]
         case.run("split-triton")

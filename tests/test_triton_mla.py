@@ -138,6 +138,8 @@ def test_refuses_what_it_cannot_compute() -> None:
     tables = upload_plan(mla_plan(*arrays[:2], HEADS, batch.order, other.rows, 1), *arrays, q.device)
     with pytest.raises(ValueError, match="tiles of"):
         mla_attention(q, batch.layer, tables, batch.order, SCALE, schedule, MlaWorkspace(q.device, 64))
+    with pytest.raises(ValueError, match=r"scale=0\.0"):
+        reference_mla(q, batch.layer, *arrays, batch.order, 0.0)
 
 
 @pytest.mark.parametrize("walk", [None, True, False])

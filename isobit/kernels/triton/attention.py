@@ -7,7 +7,6 @@ the plan of a step; knows no model. Invariant: no wait for the device, no state 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from isobit.kernels.interface import TORCH_DTYPES, AttentionShape
 from isobit.kernels.triton.attention_decode import decode_kernel
+from isobit.kernels.triton.attention_math import exponent_scale
 from isobit.kernels.triton.attention_plan import SPLIT_TILE_ROWS, AttentionPlan, cut_into_tiles
 from isobit.kernels.triton.attention_tiles import combine_kernel, split_kernel, walk_kernel
 from isobit.kernels.triton.attention_wgmma import wgmma_kernel
@@ -31,7 +31,6 @@ __all__ = [
 ]  # fmt: skip
 
 REFERENCE = "reference"
-_LOG2_E = math.log2(math.e)
 _ALL = 1 << 30
 _COMBINED_AHEAD = 16  # splits whose results are asked for before the first is merged
 
@@ -145,7 +144,8 @@ def attention(
 ) -> torch.Tensor:
     """Causal attention of q [M, H*D] over kv_layer [2, pages, KV, kv_block, D] -> [M, H*D].
 
-    Rows of q that belong to no request of the batch are left as they are in `out`.
+    Rows of q that belong to no request of the batch are left as they are in `out`. Raises ValueError for tensors that
+    do not fit the Order, or a scale not above 0.
     """
     _check_tensors(q, kv_layer, order, shape)
     chosen = _schedule(order, batch.plan.schedule)
@@ -191,7 +191,7 @@ class _Launch:
         self.dim, self.page, self.split_size = shape.head_dim, order.kv_block, order.kv_split_size
         tables = batch.page_tables
         v_plane = kv_layer.shape[1] * self.heads * self.page
-        self.scale = float(np.float32(scale * _LOG2_E))
+        self.scale = exponent_scale(scale)
         self.where = (batch.query_starts, batch.start_positions, tables, tables.stride(0), v_plane, self.heads,
                       self.group, self.dim, self.scale)  # fmt: skip
 

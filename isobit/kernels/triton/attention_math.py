@@ -2,15 +2,29 @@
 
 Knows tensors of scores and of partial results; knows no pages, requests or tiles. Invariant: nothing here depends on
 how a tensor lies in registers. A maximum is exact in any order, and a sum is only ever a tree of pairs, whose two
-operands may swap but not regroup; so tiles of any height and any number of warps give the same bits.
+operands may swap but not regroup; so tiles of any height and any number of warps give the same bits. `weigh` is the
+one text of the exponents for all kernels, those in Gluon included.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 
+import math
+
+import numpy as np
 import triton
 import triton.language as tl
 
-__all__ = ["attend_block", "merge_splits", "row_sum"]
+__all__ = ["attend_block", "exponent_scale", "merge_splits", "row_sum", "weigh"]
+
+
+def exponent_scale(scale: float) -> float:
+    """scale * log2 e as the kernels take it. Raises ValueError for a scale under which the largest product of a row
+    does not have the largest weight."""
+    with np.errstate(over="ignore", under="ignore"):
+        c = float(np.float32(scale * math.log2(math.e)))
+    if not 0 < c < math.inf:
+        raise ValueError(f"attention on sm90 takes a scale above 0 that float32 can hold, got scale={scale}")
+    return c
 
 
 @triton.jit
@@ -33,25 +47,34 @@ def row_sum(p):
 
 
 @triton.jit
-def attend_block(q, k, v, m, l, o, scale, limits, first_key, MASKED: tl.constexpr):
-    """One block of keys: the next (m, l, o). `limits` are the rows' own positions; `first_key` is the block's.
+def weigh(s, top, m, scale, GUARDED: tl.constexpr):
+    """(m', alpha, p) after a block of products s with row maxima `top`; scale > 0 is that of `exponent_scale`.
 
-    A row that has seen no key of its split yet has m = -inf: 0 stands in for it, so that nothing becomes NaN and the
-    block leaves (m, l, o) as they were.
+    m' is rounded before it is used: p and alpha mean the same reference point. So alpha is exactly 1 where the maximum
+    stays, and a block of which a row sees nothing leaves its (l, o) as they were, whatever tile the row is in; an FMA
+    of the unscaled maximum would leave the rounding error of m' in alpha. Guarded: a row that has seen no key of its
+    split yet has m' = -inf; 0 stands in for it, so that nothing becomes NaN.
     """
-    s = tl.dot(q, tl.trans(k)) * scale
+    m_new = tl.maximum(m, top * scale)
+    shift = m_new
+    if GUARDED:
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - shift)
+    minus = shift * -1.0  # the sign of an operand, so free; a unary minus is compiled as 0 - x
+    return m_new, alpha, tl.exp2(tl.fma(s, scale, tl.expand_dims(minus, 1)))
+
+
+@triton.jit
+def attend_block(q, k, v, m, l, o, scale, limits, first_key, MASKED: tl.constexpr):
+    """One block of keys: the next (m, l, o). `limits` are the rows' own positions; `first_key` is the block's."""
+    s = tl.dot(q, tl.trans(k))
     if MASKED:
         keys = first_key + tl.arange(0, k.shape[0])
         s = tl.where(keys[None, :] <= limits[:, None], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    shift = m_new
-    if MASKED:
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - shift)
-    p = tl.exp2(s - shift[:, None])
+    m, alpha, p = weigh(s, tl.max(s, 1), m, scale, MASKED)
     l = l * alpha + row_sum(p)
     o = tl.dot(p.to(v.dtype), v, o * alpha[:, None])
-    return m_new, l, o
+    return m, l, o
 
 
 @triton.jit

@@ -18,7 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["row_maximum", "row_sum", "softmax_block", "tile_rows", "wgmma_kernel"]
+from isobit.kernels.triton import attention_math
+
+__all__ = ["row_maximum", "row_sum", "softmax_block", "tile_rows", "weigh", "wgmma_kernel"]
+
+weigh = gluon.jit(attention_math.weigh.fn)  # the same text, compiled as Gluon
 
 
 @gluon.jit
@@ -48,16 +52,11 @@ def row_maximum(s):
 
 @gluon.jit
 def softmax_block(s, scale, m, limits, first_key, MASKED: gl.constexpr):
-    """Products of a block -> (m', alpha, p); for a row that has seen no key yet, 0 stands in for m' = -inf."""
-    s = s * scale
+    """Products of a block -> (m', alpha, p)."""
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = gl.where(keys[None, :] <= limits[:, None], s, float("-inf"))
-    m_new = gl.maximum(m, row_maximum(s))
-    shift = m_new
-    if MASKED:
-        shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, gl.exp2(m - shift), gl.exp2(s - shift[:, None])
+    return weigh(s, row_maximum(s), m, scale, MASKED)
 
 
 @gluon.jit

@@ -7,7 +7,6 @@ bits of `reference_mla`, the plainest kernel of the Order; no launch allocates b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isobit.kernels.interface import TORCH_DTYPES
+from isobit.kernels.triton.attention_math import exponent_scale
 from isobit.kernels.triton.mla_plan import MlaPlan, MlaTables, mla_plan, pad_plan, upload_plan
 from isobit.kernels.triton.mla_tiles import item_kernel, merge_kernel
 from isobit.kernels.triton.mla_wgmma import wgmma_kernel
@@ -27,7 +27,6 @@ __all__ = [
     "reference_mla", "upload_plan",
 ]  # fmt: skip
 
-_LOG2_E = math.log2(math.e)
 _FOLDED_ROWS = 64
 
 
@@ -123,7 +122,8 @@ def mla_attention(
 ) -> torch.Tensor:
     """Causal attention of q [M, H, head_dim] over latent_layer [pages, kv_block, head_dim] -> [M, H, value_dim].
 
-    `tables` come from a plan made for the schedule's tile. Rows of a step must be in the cache already.
+    `tables` come from a plan made for the schedule's tile. Rows of a step must be in the cache already. Raises
+    ValueError for tensors that do not fit the Order or the plan, or a scale not above 0.
     """
     _check(q, latent_layer, order)
     if tables.rows_per_tile != schedule.rows:
@@ -156,7 +156,7 @@ def _launch_items(
     rope = order.head_dim - order.value_dim
     item_kernel[(len(tables.items),)](
         q, latent_layer, out, tables.items, workspace.partial_ml, workspace.partial_o, tables.query_starts,
-        tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1], scale * _LOG2_E,
+        tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1], exponent_scale(scale),
         order.value_dim, rope, ROWS=schedule.rows, LATENT=triton.next_power_of_2(order.value_dim), ROPE=rope,
         PAGE=order.kv_block, SPLIT=order.kv_split_size, num_warps=schedule.num_warps,
         num_stages=schedule.num_stages, enable_fp_fusion=False,
@@ -180,7 +180,7 @@ def _launch_wgmma(
         TensorDescriptor.from_tensor(pages, quarter, layout), TensorDescriptor.from_tensor(pages, rope, layout),
         out, workspace.folded, workspace.partial_ml, workspace.partial_o, tables.items, tables.programs,
         tables.query_starts, tables.start_positions, tables.page_tables, tables.page_tables.shape[1], q.shape[1],
-        scale * _LOG2_E, order.kv_split_size // order.kv_block, PAGE=order.kv_block, num_warps=4,
+        exponent_scale(scale), order.kv_split_size // order.kv_block, PAGE=order.kv_block, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
 

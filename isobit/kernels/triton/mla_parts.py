@@ -9,19 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from isobit.kernels.triton.attention_wgmma import weigh
+
 __all__ = ["clear_unseen", "flat", "softmax", "tall"]
 
 
 @gluon.jit
 def softmax(s, m, first_key, scale, limits, open_end, S: gl.constexpr):
     """(m', alpha, p) of a block whose rows see keys up to `limits`; all rows see the keys before `open_end`."""
-    s = s * scale
     if first_key + s.shape[1] > open_end:
         keys = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
         s = gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(limits, 1), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, gl.exp2(m - shift), gl.exp2(s - gl.expand_dims(shift, 1))
+    return weigh(s, gl.max(s, 1), m, scale, True)
 
 
 @gluon.jit

@@ -10,16 +10,9 @@ goes through the tensor core, so no sum depends on how a tile lies in registers.
 import triton
 import triton.language as tl
 
+from isobit.kernels.triton.attention_math import merge_splits, weigh
+
 __all__ = ["item_kernel", "merge_kernel"]
-
-
-@triton.jit
-def _merge(m_left, l_left, o_left, m, l, o):
-    """(left) merged with the split after it; a split of which a row sees nothing (m = -inf) leaves it as it was."""
-    m_new = tl.maximum(m_left, m)
-    alpha = tl.exp2(m_left - m_new)
-    beta = tl.exp2(m - m_new)
-    return m_new, l_left * alpha + l * beta, o_left * tl.expand_dims(alpha, -1) + o * tl.expand_dims(beta, -1)
 
 
 @triton.jit
@@ -39,19 +32,15 @@ def _attend_block(q_latent, q_rope, base, last, first_key, m, l, o, scale, limit
         keys_rope = tl.load(at + latent + r[None, :], mask=(r < rope)[None, :], other=0.0)
     # one accumulator: the latent features ascending, then the rope features, as they lie in q and k
     s = tl.dot(q_latent, tl.trans(keys))
-    s = tl.dot(q_rope, tl.trans(keys_rope), s) * scale
+    s = tl.dot(q_rope, tl.trans(keys_rope), s)
     if MASKED:
         s = tl.where((first_key + offsets)[None, :] <= limits[:, None], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
-    shift = m_new
-    if MASKED:  # a row that has seen no key of its split yet: 0 stands in for -inf, and nothing becomes NaN
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - shift)
-    p = tl.exp2(s - shift[:, None]).to(keys.dtype)
+    m, alpha, p = weigh(s, tl.max(s, 1), m, scale, MASKED)
+    p = p.to(keys.dtype)
     ones = tl.full((PAGE, 16), 1.0, keys.dtype)
     l = tl.dot(p, ones, l * alpha[:, None])
     o = tl.dot(p, keys, o * alpha[:, None])
-    return m_new, l, o
+    return m, l, o
 
 
 @triton.jit
@@ -120,7 +109,7 @@ def item_kernel(q, latents, out, items, partial_ml, partial_o, query_starts, sta
         if part == split:
             m, l, o = m_next, l_next, o_next
         else:
-            m, l, o = _merge(m, l, o, m_next, l_next, o_next)
+            m, l, o = merge_splits(m, l, o, m_next, l_next, o_next)
     inside = valid[:, None] & (d < latent)[None, :]
     if partial < 0:
         result = tl.div_rn(o, tl.broadcast_to(l[:, None], (ROWS, LATENT)))
@@ -153,6 +142,6 @@ def merge_kernel(out, merges, partial_ml, partial_o, latent, LATENT: tl.constexp
         m_next = tl.load(partial_ml + 2 * at)
         l_next = tl.load(partial_ml + 2 * at + 1)
         o_next = tl.load(partial_o + at * latent + d, mask=inside, other=0.0)
-        m, l, o = _merge(m, l, o, m_next, l_next, o_next)
+        m, l, o = merge_splits(m, l, o, m_next, l_next, o_next)
     result = tl.div_rn(o, tl.broadcast_to(l, (LATENT,)))
     tl.store(out + row.to(tl.int64) * latent + d, result.to(out.dtype.element_ty), mask=inside)
