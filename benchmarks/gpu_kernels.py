@@ -42,8 +42,12 @@ def measure_ceilings() -> tuple[float, float]:
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """The figures that the issue tracker asks for, from the rows."""
     gemm = [row["ours_us"] / row["unconstrained_us"] for row in rows if row["op"] == "gemm"]
-    prefill = [row for row in rows if row["op"] == "attention_prefill" and row.get("headline")]
-    decode = [row["bandwidth_share"] for row in rows if row["op"] == "attention_decode" and row.get("headline")]
+    prefill = [row for row in rows if (row["op"], row["shape"], row["m"]) == ("attention_prefill", "32/8x128", 8192)]
+    decode = [
+        row["bandwidth_share"]
+        for row in rows
+        if (row["op"], row["shape"]) == ("attention_decode", "32/8x128 kv=8192") and 16 <= row["m"] <= 128
+    ]
     mla = [row for row in rows if row["op"] == "mla_prefill" and row.get("headline")]
     small = [row["ours_us"] / row["floor_us"] for row in rows if row["op"] == "moe" and row["m"] <= 512]
     large = [row["ours_us"] / row["floor_us"] for row in rows if row["op"] == "moe" and row["m"] == 4096]
