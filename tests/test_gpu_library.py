@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -31,6 +34,7 @@ from isobit.kernels.gpu.library import GpuLibrary
 from isobit.kernels.gpu.probes import checks_for
 from isobit.kernels.gpu.prove import prove_checks
 from isobit.kernels.gpu.tune import Candidate, TuningCache, choose_schedules
+from isobit.kernels.triton.linear_call import LinearWorkspace
 from isobit.kernels.verdict_cache import ADMITTED, REFUSED
 from isobit.loading import load_model
 from isobit.model_config import load_model_config
@@ -116,6 +120,34 @@ def test_schedules_are_chosen_for_every_number_of_rows() -> None:
     assert ladder == ((16, "few"), (sys.maxsize, "many"))
     with pytest.raises(ValueError, match="no admitted schedule takes 1 to 1 rows"):
         choose_schedules([Candidate("many", 17, sys.maxsize, never)])
+
+
+def test_no_schedule_runs_outside_the_rows_it_was_proven_for(library: GpuLibrary) -> None:
+    """Also where it is the only one admitted."""
+    order = MmaLinearOrder(256, 256, "bfloat16", "float32")
+    [large] = [name for name in library.schedules("linear", order) if library.linear_rows(order, name)[0] > 200]
+    with pytest.raises(ValueError, match=f"no admitted schedule takes 1 to 1 rows; there are: .'{large}'."):
+        library._linears._timed(order, [large])
+
+
+def test_room_for_slices_never_shrinks_under_a_thread_that_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules are compiled on several threads that share the room; a kernel writes as far as it asked for."""
+    workspace, small_asked = LinearWorkspace(torch.device("cpu")), threading.Event()
+    empty = torch.empty
+
+    def slow_for_large(size: int, **options: Any) -> torch.Tensor:
+        if size > 100:
+            small_asked.wait(1)
+        else:
+            small_asked.set()
+            time.sleep(0.1)
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", slow_for_large)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(workspace.reserve, size, size) for size in (1000, 10)]:
+            future.result()
+    assert workspace.partials.numel() >= 1000 and workspace.counters.numel() >= 1000
 
 
 def test_a_damaged_tuning_file_is_as_good_as_none(tmp_path: Any) -> None:

@@ -79,8 +79,9 @@ class GpuAttention:
         if key not in plans.batches:
             arrays = plans.arrays
             plan = plan_attention(arrays.query_starts, arrays.start_positions, order, shape, schedule)
-            buffers = self._buffers.setdefault(key, StepBuffers(self.device))
-            words = buffers.send({"words": plan.words})["words"]
+            if key not in self._buffers:
+                self._buffers[key] = StepBuffers(self.device)
+            words = self._buffers[key].send({"words": plan.words})["words"]
             plans.batches[key] = AttentionBatch(
                 inputs.query_starts, inputs.start_positions, inputs.page_tables, plan, words
             )

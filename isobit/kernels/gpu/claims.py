@@ -31,9 +31,7 @@ def gpu_kernels(library: GpuLibrary, orders: Mapping[str, Order]) -> tuple[Kerne
         for op in OPS_OF_ORDER[type(order)]:
             schedules = library.schedules(op, order)
             claims = _only(order)
-            kernels.append(
-                Kernel(library.name, op, (library.name,), schedules, library.source_hash, claims, library)
-            )
+            kernels.append(Kernel(library.name, op, (library.name,), schedules, library.source_hash, claims, library))
     return tuple(kernels)
 
 

@@ -56,18 +56,22 @@ def _linear_case(library: Any, order: MmaLinearOrder, form: str, rows: int, shar
     key = f"{form} {order}"
     if key not in shared or shared[key][0].shape[0] < rows:
         device, dtype = library.device, library.dtype
+        if form == "addend":  # one float32 addition to the plain result, by the Order
+            x, packed, _, plain = _linear_case(library, order, "plain", rows, shared)
+            addend = device_floats(14, (x.shape[0], order.n), torch.float32, device, high=8)
+            shared[key] = (x, packed, addend, addend + plain)
+            return tuple(shared[key])
         if "w" not in shared:
             shared["w"] = device_floats(11, (order.n, order.k), dtype, device)
         x = device_floats(12, (rows, order.k), dtype, device, low=-10, high=3)
         bias = device_floats(13, (order.n,), torch.float32, device, low=-12) if order.has_bias else None
-        addend = device_floats(14, (rows, order.n), torch.float32, device, high=8) if form == "addend" else None
         packed = library.make_weight(order, shared["w"], bias)
-        shared[key] = (x, packed, addend, library.reference_linear(x, packed, addend))
+        shared[key] = (x, packed, None, library.reference_linear(x, packed, None))
     return tuple(shared[key])
 
 
 def _embedding(library: Any, order: MmaLinearOrder, schedule: str, shared: dict[str, Any]) -> Iterator[Check]:
-    rows = min(order.n, 997)
+    rows = min(order.n, 992)  # a multiple of 16 as vocabularies are, or it would be compiled once more
     weight = device_floats(21, (rows, order.k), library.dtype, library.device)
     packed = library.make_weight(dataclasses.replace(order, has_bias=False), weight)
     for count in (1, 2, 33, 257):
@@ -85,7 +89,7 @@ def _rms_norm(library: Any, order: NormOrder, schedule: str, shared: dict[str, A
 
 
 def _silu_mul(library: Any, order: Order, schedule: str, shared: dict[str, Any]) -> Iterator[Check]:
-    for width in (8, 37, 1536):
+    for width in (8, 40, 1536):
         gate_up = torch.from_numpy(floats(41 + width, 65, 2 * width, low=-20, high=7)).to(library.dtype)
         gate_up[3, : 2 * width : 3] = (torch.inf, -torch.inf, torch.nan)[width % 3]
         truth = torch.from_numpy(reference.silu_mul(gate_up.float().numpy())).to(library.dtype)
@@ -115,7 +119,7 @@ def _logprobs(library: Any, order: Any, schedule: str, shared: dict[str, Any]) -
 def _top_logits(library: Any, order: Any, schedule: str, shared: dict[str, Any]) -> Iterator[Check]:
     logits = _logits(55, 3, order.vocab_size)
     logits[1, : order.vocab_size // 2] = -np.inf
-    for n in dict.fromkeys(min(n, order.vocab_size) for n in (1, 2, 17, 64)):
+    for n in dict.fromkeys(min(n, order.vocab_size) for n in (1, 2, 17, 64, 65, 300)):
         truth = torch.from_numpy(np.stack([reference.top_logits(row, n) for row in logits]))
         run: Callable[..., Any] = lambda logits, n=n: {"ids": library.top_rows(logits, n)}  # noqa: E731
         yield from _by_rows(library, {"logits": logits}, {"ids": truth}, run)
@@ -127,13 +131,16 @@ def _argmax(library: Any, order: Any, schedule: str, shared: dict[str, Any]) -> 
     logits[4, -1] = 99  # the last id alone
     for row, bad in ((6, np.nan), (7, np.inf), (8, -np.inf)):
         logits[row, order.vocab_size // 3] = bad
-    ids, finite = (torch.from_numpy(output) for output in reference.argmax(logits))
+    logits[5, ::2] = -np.inf  # as banned ids are: the largest of the others is asked for
+    ids, finite = reference.argmax(logits)
+    ids[np.isnan(logits).any(axis=1)] = -1  # has no meaning
 
     def run(logits: torch.Tensor) -> dict[str, torch.Tensor]:
         found, is_finite = library.argmax(logits)
-        return {"finite": is_finite, "ids": torch.where(is_finite, found, -1)}  # no meaning where not finite
+        return {"finite": is_finite, "ids": torch.where(logits.isnan().any(dim=1), -1, found)}
 
-    return _by_rows(library, {"logits": logits}, {"finite": finite, "ids": torch.where(finite, ids, -1)}, run)
+    truth = {"finite": torch.from_numpy(finite), "ids": torch.from_numpy(ids)}
+    return _by_rows(library, {"logits": logits}, truth, run)
 
 
 def _sample(library: Any, order: Any, schedule: str, shared: dict[str, Any]) -> Iterator[Check]:

@@ -5,11 +5,13 @@ What must be compiled is compiled first, on several threads: most of a cold star
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 from isobit.kernels.admission import Claims
 from isobit.kernels.gpu.checks import Check, difference
@@ -49,14 +51,25 @@ def prove_checks(checks: Iterator[Check]) -> tuple[Verdict, bool]:
 
 
 def _compile_ahead(pending: Claims) -> None:
-    """Run each claim once on a little data, several at a time, to fill the compiler's cache; errors show later."""
+    """Run each claim once on a little data, several at a time, to fill the compiler's cache; errors show later.
 
-    def run_once(claim: tuple[Kernel, str, Order]) -> None:
-        kernel, schedule, order = claim
-        with torch.inference_mode():  # of this thread
-            warm_up(kernel.library, kernel.op, order, schedule)
+    Claims that share compiled kernels stay on one thread, or several threads would compile the same. Attention goes
+    first: it takes longest.
+    """
+    groups: dict[tuple[str, str, str], list[tuple[Kernel, str, Order]]] = {}
+    for (op, order), of in pending.items():
+        for kernel, schedule in of:
+            shared = (op, schedule, getattr(order, "output_dtype", ""))
+            groups.setdefault(shared, []).append((kernel, schedule, order))
 
-    claims = [(kernel, schedule, order) for (_, order), of in pending.items() for kernel, schedule in of]
+    def run_once(claims: Sequence[tuple[Kernel, str, Order]]) -> None:
+        for kernel, schedule, order in claims:
+            # Nothing is lost where one cannot run: its check says why.
+            with contextlib.suppress(Exception), torch.inference_mode():
+                warm_up(kernel.library, kernel.op, order, schedule)
+
+    if pending and torch.cuda.is_available():
+        driver.active.get_current_device()  # Triton makes its driver when first asked: not in all threads at once
     with ThreadPoolExecutor(_COMPILERS) as pool:
-        for future in [pool.submit(run_once, claim) for claim in claims]:
-            future.exception()
+        for _ in pool.map(run_once, sorted(groups.values(), key=lambda of: of[0][0].op != "attention")):
+            pass

@@ -20,9 +20,10 @@ import torch
 from isobit.kernels.interface import Ladder
 from isobit.kernels.verdict_cache import default_cache_path, replace_file
 
-__all__ = ["ROW_BUCKETS", "RUNS_PER_GRAPH", "Candidate", "TuningCache", "choose_schedules"]
+__all__ = ["MOST_ROWS", "ROW_BUCKETS", "RUNS_PER_GRAPH", "Candidate", "TuningCache", "choose_schedules"]
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+MOST_ROWS = 2 * ROW_BUCKETS[-1]  # timed for the last step of a ladder
 FORMAT = 1
 RUNS_PER_GRAPH = 8
 _REPETITIONS = 5
@@ -74,8 +75,10 @@ def choose_schedules(candidates: Sequence[Candidate]) -> Ladder:
     for most in (*ROW_BUCKETS, sys.maxsize):
         fitting = [c for c in candidates if c.min_rows <= least and most <= c.max_rows]
         if not fitting:
-            raise ValueError(f"no admitted schedule takes {least} to {most} rows; there are: {list(candidates)}")
-        rows = most if most != sys.maxsize else 2 * ROW_BUCKETS[-1]
+            raise ValueError(
+                f"no admitted schedule takes {least} to {most} rows; there are: {[c.name for c in candidates]}"
+            )
+        rows = min(most, MOST_ROWS)
         best = min(fitting, key=lambda c: _microseconds(c, rows)) if len(fitting) > 1 else fitting[0]
         if steps and steps[-1][1] == best.name:
             steps.pop()

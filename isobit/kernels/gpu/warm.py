@@ -1,7 +1,7 @@
 """Runs every kernel of a claim once on a little data, so that what must be compiled is compiled, several at a time.
 
 Results are thrown away. Knows which operands change what a compiler makes (a residual, norms of heads, filters of
-sampling), not what they compute.
+sampling), not what they compute. What only the checks run is warmed as well: a compiler that comes alone is slow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isobit.order import MmaAttentionOrder, MmaLinearOrder, NormOrder, Order
 
 __all__ = ["warm_up"]
 
-_SHAPE = (16, 8)  # query heads, key/value heads: one kernel serves any numbers from 8 heads on
+_SHAPE = (16, 8)  # query heads, key/value heads: one kernel serves any numbers
 
 
 def warm_up(library: Any, op: str, order: Order, schedule: str) -> None:
@@ -31,7 +31,8 @@ def warm_up(library: Any, op: str, order: Order, schedule: str) -> None:
         weight = torch.zeros(order.width, device=library.device)
         library.rms_norm(torch.zeros((1, order.width), device=library.device), weight, 1e-5)
     elif op == "silu_mul":
-        library.silu_mul(torch.zeros((1, 32), dtype=library.dtype, device=library.device))
+        for width in (16, 8):  # of service, and of the checks
+            library.silu_mul(torch.zeros((1, 2 * width), dtype=library.dtype, device=library.device))
     else:
         _vocabulary(library, op, order.vocab_size)  # type: ignore[union-attr]
 
@@ -49,19 +50,23 @@ def _linear(library: Any, op: str, order: MmaLinearOrder, schedule: str) -> None
     if order.output_dtype == "float32":
         addend = torch.zeros((rows, order.n), device=device)
         library.linear(x, packed, order.weight_dtype, schedule, addend)
+    if schedule == library.schedules("linear", order)[0]:
+        library.reference_linear(x, packed, None)
 
 
 def _rope(library: Any, order: MmaAttentionOrder) -> None:
     device, width = library.device, order.head_dim
     shape = AttentionShape(*_SHAPE, width)
     [layer] = library.new_kv_layers(1, 1, order.kv_block, shape, order.kv_dtype)
-    table = torch.zeros((2, width // 2), device=device)
-    tables = RopeTables(table, table)
+    table, part = (torch.zeros((2, half), device=device) for half in (width // 2, max(1, width // 4)))
     where = torch.zeros(1, dtype=torch.int32, device=device)
     qkv = torch.zeros((1, (_SHAPE[0] + 2 * _SHAPE[1]) * width), dtype=library.dtype, device=device)
-    ones = torch.ones(width, device=device)
-    for norms in (None, HeadNorms(ones, ones, 1e-6)):
-        library.rope_and_cache(qkv, where, where, tables, norms, layer, shape)
+    norms = HeadNorms(torch.ones(width, device=device), torch.ones(width, device=device), 1e-6)
+    for of_heads, tables in (
+        (None, RopeTables(table, table)), (norms, RopeTables(table, table)),
+        (None, RopeTables(table, table, interleaved=True)), (norms, RopeTables(part, part)),
+    ):  # fmt: skip
+        library.rope_and_cache(qkv, where, where, tables, of_heads, layer, shape)
 
 
 def _attention(library: Any, order: MmaAttentionOrder, schedule: str) -> None:
@@ -93,7 +98,7 @@ def _vocabulary(library: Any, op: str, vocab_size: int) -> None:
             draws = Draws(ones, limits, top_p * ones, 0 * ones, np.zeros(3, np.uint64), np.arange(3))
             library.sample_rows(logits, draws)
     elif op == "top_logits":
-        for n in {min(n, vocab_size) for n in (1, 17, 64)}:
+        for n in {min(n, vocab_size) for n in (1, 17, 64, 65)}:
             library.top_rows(logits, n)
     elif op == "logprobs":
         library.logprobs(logits)

@@ -6,6 +6,8 @@ x on 16-byte boundaries wherever K allows it, contiguous everything else; no oth
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from isobit.kernels.interface import TORCH_DTYPES
@@ -20,11 +22,12 @@ class LinearWorkspace:
     """Partial sums of K slices and the counters of who has arrived; one for each stream that linears run on.
 
     Counters are zeroed once, here; every kernel leaves them zero. Addresses change only when `reserve` grows the room:
-    reserve the most before capturing a graph.
+    reserve the most before capturing a graph. Room never shrinks, whichever threads ask for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._growing = threading.Lock()
         on_gpu = device.type == "cuda"
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 2
         self.partials = torch.empty(0, dtype=torch.float32, device=device)
@@ -32,10 +35,11 @@ class LinearWorkspace:
 
     def reserve(self, partials: int, counters: int) -> None:
         """Room for at least so many float32 partials and so many counters."""
-        if partials > self.partials.numel():
-            self.partials = torch.empty(partials, dtype=torch.float32, device=self.device)
-        if counters > self.counters.numel():
-            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
+        with self._growing:
+            if partials > self.partials.numel():
+                self.partials = torch.empty(partials, dtype=torch.float32, device=self.device)
+            if counters > self.counters.numel():
+                self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
 
 
 def checked_output(

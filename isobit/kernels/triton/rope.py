@@ -144,22 +144,19 @@ def rope_and_cache(
     if not num_rows:
         return q
     q_norm, k_norm, eps = (head_norms.q, head_norms.k, head_norms.eps) if head_norms else (rope.cos, rope.cos, 0.0)
-    heads = min(_HEADS, triton.next_power_of_2(shape.num_heads))
-    groups = triton.cdiv(shape.num_heads, heads) + 2 * triton.cdiv(shape.num_kv_heads, heads)
+    groups = triton.cdiv(shape.num_heads, _HEADS) + 2 * triton.cdiv(shape.num_kv_heads, _HEADS)
     _rope_and_cache_kernel[(num_rows, groups)](
         qkv, positions, slots, rope.cos, rope.sin, q_norm, k_norm, q, kv_layer,
         qkv.stride(0), shape.num_heads, shape.num_kv_heads, kv_layer.shape[3], kv_layer.stride(0), eps,
         D=d, R=rotary_dim, INTERLEAVED=rope.interleaved, HAS_NORM=head_norms is not None,
-        HEADS=heads, LANES=norm_lanes(norm), HALF=triton.next_power_of_2(rotary_dim // 2),
+        HEADS=_HEADS, LANES=norm_lanes(norm), HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(max(d - rotary_dim, 1)), WIDTH=triton.next_power_of_2(d),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 
 
-def _check(
-    qkv: torch.Tensor, kv_layer: torch.Tensor, rotary_dim: int, shape: AttentionShape, norm: NormOrder
-) -> None:
+def _check(qkv: torch.Tensor, kv_layer: torch.Tensor, rotary_dim: int, shape: AttentionShape, norm: NormOrder) -> None:
     width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     if qkv.shape[1] != width or qkv.stride(1) != 1:
         raise ValueError(f"qkv {tuple(qkv.shape)}, strides {qkv.stride()}: expected rows of {width} for {shape}")

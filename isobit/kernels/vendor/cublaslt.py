@@ -92,8 +92,8 @@ class CublasLt:
         for most in BUCKETS:
             rows = f"{least}-{most}" if most != sys.maxsize else f"{least}+"
             for rank, choice in enumerate(self._choose(order, most)[:ranks]):
-                # The name tells the algorithm: what another start is recommended must be proven anew.
-                digest = hashlib.sha256(bytes(choice.algorithm)).hexdigest()[:8]
+                # The name tells algorithm and version: what another start is recommended must be proven anew.
+                digest = hashlib.sha256(f"{self.version} ".encode() + bytes(choice.algorithm)).hexdigest()[:8]
                 found.append(VendorSchedule(f"cublaslt {rows} #{rank + 1} {digest}", least, most, rank))
             least = most + 1
         return tuple(found)
