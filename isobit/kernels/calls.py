@@ -162,7 +162,8 @@ def _top_logits(library: Any, order: Any, schedule: str, inputs: Mapping[str, An
 
 def _argmax(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:
     ids, finite = (output.numpy() for output in library.argmax(_tensor(inputs["logits"], misaligned)))
-    return {"finite": finite, "ids": np.where(finite, ids, np.int32(-1))}
+    has_nan = np.isnan(inputs["logits"]).any(axis=1)
+    return {"finite": finite, "ids": np.where(has_nan, np.int32(-1), ids)}
 
 
 def _sample(library: Any, order: Any, schedule: str, inputs: Mapping[str, Any], misaligned: bool) -> Arrays:

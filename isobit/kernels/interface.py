@@ -180,7 +180,10 @@ class KernelLibrary(Protocol):
         """
 
     def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [R, V] -> (lowest id of the largest value int32 [R], bool [R]: no NaN or infinity in the row)."""
+        """logits [R, V] -> (lowest id of the largest value int32 [R], bool [R]: no NaN or infinity in the row).
+
+        The id means nothing beside a NaN.
+        """
 
     def logprobs(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [R, V] -> (maxima float32 [R], lse float64 [R]) (LogprobsOrder)."""

@@ -82,7 +82,8 @@ def _top_logits(order: Any, inputs: Mapping[str, Any]) -> Arrays:
 
 def _argmax(order: Any, inputs: Mapping[str, Any]) -> Arrays:
     ids, finite = ops.argmax(inputs["logits"])
-    return {"finite": finite, "ids": np.where(finite, ids, np.int32(-1))}
+    has_nan = np.isnan(inputs["logits"]).any(axis=1)  # such a row's id has no meaning
+    return {"finite": finite, "ids": np.where(has_nan, np.int32(-1), ids)}
 
 
 def _sample(order: Any, inputs: Mapping[str, Any]) -> Arrays:

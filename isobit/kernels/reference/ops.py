@@ -226,7 +226,7 @@ def token_logprobs(logits: Float32, lse: Float64) -> Float32:
 
 
 def argmax(logits: Float32) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """logits [R, V] -> (lowest id of the largest value [R], all finite [R]); the id has no meaning where not finite."""
+    """logits [R, V] -> (lowest id of the largest value [R], all finite [R]); the id has no meaning beside a NaN."""
     finite: npt.NDArray[np.bool_] = np.asarray(np.isfinite(logits).all(axis=1))
     return flush(logits).argmax(axis=1).astype(np.int32), finite
 
