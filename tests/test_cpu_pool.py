@@ -107,7 +107,7 @@ def test_workers_rest_when_there_is_no_work() -> None:
 
 def test_a_machine_with_more_cores_than_the_pool_takes_uses_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(200)))
-    cores = device_facts().num_cores
+    cores = device_facts("cpu").num_cores
     assert CpuLibrary("scalar", cores).num_threads == cores == 64
     with pytest.raises(ValueError, match="num_threads=200"):
         CpuLibrary("scalar", 200)  # control: what the plan would have asked for
