@@ -1,8 +1,8 @@
 """What Triton would compile for a model on a GPU, without a GPU and without compiling: run as a program by a test.
 
 A stand-in for the driver says "sm90", and a launch only works out the key under which the compiled kernel would be
-found. `python -m tests.compiled_keys MODEL OP` prints, as JSON, how many keys the warm-up of admission asks for (but
-for OP, which it leaves out), and which kernels later steps of an engine add to them.
+found. `python -m tests.compiled_keys MODEL OP [checks]` prints, as JSON, how many keys the warm-up of admission asks
+for (but for OP, which it leaves out), and which kernels steps of an engine, or the checks of admission, add to them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from isobit.kernels.gpu.library import GpuLibrary
+from isobit.kernels.gpu.probes import checks_for
 from isobit.kernels.gpu.warm import warm_up
 from isobit.kernels.interface import AttentionShape, Draws, HeadNorms, RopeTables, StepArrays
 from isobit.kernels.registry import OPS_OF_ORDER
@@ -109,6 +110,22 @@ def head(library: GpuLibrary, logits: torch.Tensor) -> None:
         library.sample_rows(logits, Draws(*reals, np.full(count, 5, np.uint64), np.full(count, 9)))
 
 
+def check(library: GpuLibrary, orders: dict[str, Order]) -> int:
+    """Run every check of admission, as far as shapes and dtypes; how many there were."""
+    count = 0
+    for order in dict.fromkeys(orders.values()):
+        for op in OPS_OF_ORDER[type(order)]:
+            shared: dict[Any, Any] = {}
+            for schedule in library.schedules(op, order):
+                for each in checks_for(library, op, order, schedule, shared):
+                    found = each.run()
+                    for name, expected in each.expected.items():
+                        same = found[name].shape == expected.shape and found[name].dtype == expected.dtype
+                        assert same, f"{op}, {schedule}, {each.label}: {name}"
+                    count += 1
+    return count
+
+
 def main() -> None:
     driver.set_active(_Driver())
     jit.JITFunction.run = _run
@@ -117,13 +134,14 @@ def main() -> None:
     library = GpuLibrary("sm90", "bfloat16", torch.device("cpu"))
     warm(library, orders, left_out=sys.argv[2])
     warmed = dict(KEYS)
+    checks = check(library, orders) if "checks" in sys.argv[3:] else 0
     for chunks in (
         [(0, 1)], [(0, 5)], [(100, 1), (513, 1)], [(0, 130), (2000, 1)], [(0, 700)], [(4095, 1)] * 9,
         [(0, 16), (64, 48), (700, 1), (1, 1)], [(0, 2049)],
     ):  # fmt: skip
         step(library, config, orders, chunks)
     added = sorted({name for name, key in KEYS if (name, key) not in warmed})
-    print(json.dumps({"warmed": len(warmed), "added": added}))
+    print(json.dumps({"warmed": len(warmed), "added": added, "checks": checks}))
 
 
 if __name__ == "__main__":

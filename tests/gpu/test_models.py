@@ -7,6 +7,7 @@ import torch
 
 from isobit.config import EngineConfig
 from isobit.loading import load_model
+from tests.gpu.models import TENSOR_CORE_SIZES
 from tests.harness import all_logits, make_prompt
 from tests.test_models import relative_error, transformers_logits
 from tests.tiny import KINDS, tiny_checkpoint
@@ -22,7 +23,7 @@ TOLERANCE = {"bfloat16": 0.05, "float16": 0.01}
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers(kind: str, dtype: str) -> None:
-    folder = tiny_checkpoint(kind)
+    folder = tiny_checkpoint(kind, **TENSOR_CORE_SIZES.get(kind, {}))
     config = EngineConfig(model=str(folder), device="cuda", dtype=dtype, context_length=512, max_total_tokens=2048)
     loaded = load_model(config)
     token_ids = make_prompt(150, loaded.model_config.vocab_size)

@@ -93,9 +93,7 @@ def test_silu_mul_of_every_gate() -> None:
     [(128, 128, False, 32, 8, True), (64, 64, False, 9, 3, False), (96, 48, True, 8, 8, True),
      (256, 128, False, 5, 1, True)],
 )  # fmt: skip
-def test_rope_and_cache(
-    head_dim: int, rotary: int, interleaved: bool, heads: int, kv_heads: int, normed: bool
-) -> None:
+def test_rope_and_cache(head_dim: int, rotary: int, interleaved: bool, heads: int, kv_heads: int, normed: bool) -> None:
     shape, norm, eps = AttentionShape(heads, kv_heads, head_dim), norm_order(head_dim, "sm90"), 1e-6
     qkv = torch.from_numpy(floats(9, 257, (heads + 2 * kv_heads) * head_dim)).bfloat16()
     cos, sin = floats(10, 999, rotary // 2, high=-1), floats(11, 999, rotary // 2, high=-1)

