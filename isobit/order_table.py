@@ -40,8 +40,9 @@ def main() -> None:
     try:
         config = load_model_config(args.model)
         options = EngineConfig(
-            dtype=args.weight_dtype, activation_dtype=args.activation_dtype, kv_cache_dtype=args.kv_cache_dtype
-        )
+            device="cpu" if args.device_class == "cpu" else "cuda", dtype=args.weight_dtype,
+            activation_dtype=args.activation_dtype, kv_cache_dtype=args.kv_cache_dtype,
+        )  # fmt: skip
         dtypes = resolve_dtypes(options, config, args.device_class)[:3]
         orders = model_orders(config, *dtypes, args.device_class)
     except ValueError as error:

@@ -130,6 +130,28 @@ def test_no_schedule_runs_outside_the_rows_it_was_proven_for(library: GpuLibrary
         library._linears._timed(order, [large])
 
 
+def test_a_remembered_ladder_is_used_only_if_it_is_proven(
+    library: GpuLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    linears, order = library._linears, MmaLinearOrder(256, 256, "bfloat16", "float32")
+    names = list(library.schedules("linear", order))
+    few = next(name for name in names if library.linear_rows(order, name)[1] < 100)
+    most, anew = library.linear_rows(order, few)[1], ((sys.maxsize, "timed anew"),)
+    [any_rows] = [name for name in names if library.linear_rows(order, name)[1] == sys.maxsize]
+    monkeypatch.setattr("isobit.kernels.gpu.linear.proof_facts", lambda device_class: {})
+    monkeypatch.setattr(linears, "_timed", lambda *_: anew)
+    for wrong in ((), ((most, few),), ((sys.maxsize, few),), ((most, few), (sys.maxsize, any_rows)), ((5, "gone"),)):
+        monkeypatch.setattr(TuningCache, "get", lambda self, key, wrong=wrong: wrong)
+        assert linears.ladder(order, names, tmp_path / "tuning.json") == anew, wrong
+    steps, least = [], 1
+    while least < sys.maxsize:
+        name = next(n for n in names if library.linear_rows(order, n)[0] <= least <= library.linear_rows(order, n)[1])
+        steps.append((library.linear_rows(order, name)[1], name))
+        least = steps[-1][0] + 1
+    monkeypatch.setattr(TuningCache, "get", lambda self, key: tuple(steps))
+    assert linears.ladder(order, names, tmp_path / "tuning.json") == tuple(steps)
+
+
 def test_room_for_slices_never_shrinks_under_a_thread_that_asked_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules are compiled on several threads that share the room; a kernel writes as far as it asked for."""
     workspace, small_asked = LinearWorkspace(torch.device("cpu")), threading.Event()

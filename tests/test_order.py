@@ -91,6 +91,8 @@ def test_table_follows_the_checkpoint_and_refuses_another_kind_of_attention() ->
     table = run_without_torch("smollm2", "--weight-dtype", "float32").stdout
     assert "activation_dtype='float32'" in table and "kv_dtype='float32'" in table
     assert "isobit/order.py" in table, "the table says where it comes from"
+    of_gpu = run_without_torch("smollm2", "--device-class", "sm90", "--weight-dtype", "float16").stdout
+    assert "kv_dtype='float16'" in of_gpu and "MmaLinearOrder" in of_gpu
     with pytest.raises(ValueError, match=r"attention_kind='mla'.*supported: gqa"):
         model_orders(replace(CONFIG, attention_kind="mla"), "bfloat16", "bfloat16", "bfloat16", "cpu")
 

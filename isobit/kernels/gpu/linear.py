@@ -6,6 +6,7 @@ Invariant: one weight has one Order, and every schedule that is admitted for it 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,10 +88,19 @@ class GpuLinears:
             "source": self.source_hash,
         }  # fmt: skip
         ladder = cache.get(key)
-        if ladder is None:
+        if ladder is None or not self._is_proven(order, ladder, admitted):
             ladder = self._timed(order, admitted)
             cache.put(key, ladder)
         return ladder
+
+    def _is_proven(self, order: MmaLinearOrder, ladder: Ladder, admitted: Sequence[str]) -> bool:
+        """Whether every step is an admitted schedule on rows it is offered for, and any number of rows has a step."""
+        offered, least = self.schedules(order), 1
+        for most, name in ladder:
+            if name not in admitted or not offered[name].min_rows <= least <= most <= offered[name].max_rows:
+                return False
+            least = most + 1
+        return bool(ladder) and ladder[-1][0] == sys.maxsize
 
     def _timed(self, order: MmaLinearOrder, admitted: Sequence[str]) -> Ladder:
         offered = self.schedules(order)
