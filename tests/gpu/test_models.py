@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0"),
 ]
-# Weights and activations of every linear are rounded to 8 or 11 bits; two layers and a head, errors add in squares.
-TOLERANCE = {"bfloat16": 0.05, "float16": 0.01}
+# Weights and activations of every linear are rounded to 8 or 11 bits. transformers with just these roundings is off by
+# up to 0.037 and 0.0036 at these positions; rounded probabilities come on top. A real fault is off by about 1.
+TOLERANCE = {"bfloat16": 0.1, "float16": 0.01}
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
