@@ -247,9 +247,9 @@ def mma_attention_order(head_dim: int, value_dim: int, kv_dtype: str, device_cla
     """Order of attention on tensor cores: grouped-query (head_dim = value_dim), or absorbed MLA over one latent tensor
     whose first `value_dim` features are the values. Raises ValueError as `linear_order`."""
     _check_mma(device_class, kv_dtype)
-    if not 16 <= value_dim <= head_dim <= 1024 or head_dim % 8 or value_dim % 8:
+    if not 16 <= value_dim <= head_dim <= 1024 or head_dim % 16 or value_dim % 16:
         raise ValueError(
-            f"attention on {device_class} takes 16 <= value_dim <= head_dim <= 1024, multiples of 8; "
+            f"attention on {device_class} takes 16 <= value_dim <= head_dim <= 1024, multiples of 16; "
             f"got head_dim={head_dim}, value_dim={value_dim}"
         )
     row_sum = "halves" if value_dim == head_dim else "mma"

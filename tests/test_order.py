@@ -22,6 +22,8 @@ from isobit.order import (
     attention_order,
     fingerprint,
     linear_order,
+    mma_attention_order,
+    mma_linear_order,
     model_orders,
 )
 
@@ -193,3 +195,24 @@ def test_attention_order_refuses_a_head_dim(head_dim: int) -> None:
 def test_attention_order_refuses_a_kv_dtype() -> None:
     with pytest.raises(ValueError, match="kv_dtype='float8'"):
         attention_order(64, "float8", "cpu")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 24), (72, 72), (8, 8), (128, 256), (2048, 512)])
+def test_tensor_core_attention_refuses_what_no_kernel_takes(head_dim: int, value_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"multiples of 16; got head_dim={head_dim}"):
+        mma_attention_order(head_dim, value_dim, "bfloat16", "sm90")
+
+
+def test_tensor_core_orders_are_chosen_from_sizes_and_dtypes() -> None:
+    assert mma_attention_order(128, 128, "bfloat16", "sm90").row_sum == "halves"
+    assert mma_attention_order(576, 512, "bfloat16", "sm90").row_sum == "mma"
+    assert mma_linear_order(2048, 10240, "bfloat16", "float32", "sm90").k_slices == 2
+    assert mma_linear_order(6144, 4096, "float16", "float16", "sm90").k_slices == 1
+    for arguments, message in (
+        ((8, 8, "bfloat16", "float16", "sm90"), "output_dtype='float16': supported are bfloat16 and float32"),
+        ((8, 8, "float32", "float32", "sm90"), "no Order for dtype='float32' on sm90"),
+        ((8, 8, "bfloat16", "bfloat16", "cpu"), "no tensor-core Orders on 'cpu'"),
+        ((0, 8, "bfloat16", "bfloat16", "sm90"), "n=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mma_linear_order(*arguments)
