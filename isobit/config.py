@@ -42,7 +42,9 @@ class EngineConfig:
     chunked_prefill_size: int | None = _option(
         None, "most tokens computed in one step; prompts are cut to fit; default: 512 on cpu, 8192 on cuda"
     )
-    max_total_tokens: int | None = _option(None, "tokens the KV cache holds; default: 16384, at least one full context")
+    max_total_tokens: int | None = _option(
+        None, "tokens the KV cache holds; default: 16384 on cpu, 131072 on cuda, at least one full context"
+    )
     disable_radix_cache: bool = _option(False, "never reuse a cached prefix")
     num_threads: int | None = _option(None, "threads of the CPU kernels; default: the cores this process may use")
     cpu_library: str = _option(

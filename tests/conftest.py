@@ -28,4 +28,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     if not torch.cuda.is_available():
         for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.0"))

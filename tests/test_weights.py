@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from isobit.kernels.device_bits import hash_words, shift_right
+from isobit.kernels.probe_data import bits
 from isobit.model_config import ModelConfig, load_model_config
 from isobit.models.llama import LlamaForCausalLM
 from isobit.weights import WeightSource, open_weights
@@ -333,3 +335,10 @@ def test_dummy_weights_depend_on_name_and_place_alone(tmp_path: Path) -> None:
     assert weights[0].digest() == weights[1].digest()
     with pytest.raises(ValueError, match=r"c\.weight is no tensor of this model"):
         weights[0].get("c.weight")
+
+
+def test_words_of_a_device_are_those_of_the_host() -> None:
+    words = hash_words(5 << 32 | 1, 1000, torch.device("cpu"))
+    last = (words ^ shift_right(words, 31)).numpy().view(np.uint64)
+    assert np.array_equal(last, bits(5, 1000))
+    assert not np.array_equal(last, bits(6, 1000)), "control: another seed"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from isobit.order import (
     sampling_order,
 )
 
-__all__ = ["GoldenCase", "digest", "golden_cases", "golden_digests"]
+__all__ = ["GoldenCase", "digest", "golden_cases", "golden_digests", "run_command"]
 
 _VOCAB_SIZE = 9001  # three blocks of log-probs and a tail
 
@@ -145,11 +146,12 @@ def golden_digests() -> dict[str, str]:
     return {case.name: digest(expect(case.op, case.order, case.inputs)) for case in golden_cases()}
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m isobit.kernels.golden", description="Digests of every op.")
+def run_command(module: str, digests: Callable[[], dict[str, str]]) -> None:
+    """`python -m MODULE [--write FILE]`: print the digests, or make the file anew."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Digests of every op.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write them there, instead of printing them")
     args = parser.parse_args()
-    text = json.dumps({"numerics_version": NUMERICS_VERSION, "digests": golden_digests()}, indent=2) + "\n"
+    text = json.dumps({"numerics_version": NUMERICS_VERSION, "digests": digests()}, indent=2) + "\n"
     if args.write is None:
         print(text, end="")
     else:
@@ -158,4 +160,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    run_command("isobit.kernels.golden", golden_digests)

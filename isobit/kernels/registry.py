@@ -24,7 +24,7 @@ from isobit.order import (
     SamplingOrder,
 )
 
-__all__ = ["OPS", "OPS_OF_ORDER", "Kernel"]
+__all__ = ["ONE_SCHEDULE", "OPS", "OPS_OF_ORDER", "Kernel"]
 
 # The ops proven for each kind of Order. `rope_and_cache` stands under attention, whose head width and KV dtype it has.
 OPS_OF_ORDER: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
@@ -39,6 +39,7 @@ OPS_OF_ORDER: Mapping[type[Any], tuple[str, ...]] = MappingProxyType(
         SamplingOrder: ("argmax", "sample"),
     }
 )
+ONE_SCHEDULE = ("only",)  # of ops whose library method takes no schedule
 OPS = tuple(dict.fromkeys(op for ops in OPS_OF_ORDER.values() for op in ops))
 
 

@@ -19,7 +19,10 @@ from typing import Any
 
 from isobit.kernels.bitcompare import Difference
 
-__all__ = ["ADMITTED", "NOT_OFFERED", "REFUSED", "Verdict", "VerdictCache", "default_cache_path", "replace_file"]
+__all__ = [
+    "ADMITTED", "NOT_OFFERED", "REFUSED", "Verdict", "VerdictCache", "default_cache_path", "digest", "read_entries",
+    "replace_file",
+]  # fmt: skip
 
 ADMITTED, REFUSED, NOT_OFFERED = "admitted", "refused", "not offered"
 FORMAT = 1
@@ -50,28 +53,29 @@ class VerdictCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._entries = _read(path)
+        self._entries = read_entries(path, "verdicts", FORMAT)
         self._new: dict[str, dict[str, Any]] = {}
 
     def get(self, key: Mapping[str, Any]) -> Verdict | None:
         """The verdict proven under exactly `key`, or None."""
-        entry = self._entries.get(_digest(key))
+        entry = self._entries.get(digest(key))
         if not isinstance(entry, dict) or entry.get("key") != json.loads(json.dumps(key)):
             return None
-        if entry.get("digest") != _digest([entry["key"], entry.get("verdict")]):
+        if entry.get("digest") != digest([entry["key"], entry.get("verdict")]):
             return None
         return _parse(entry.get("verdict"))
 
     def put(self, key: Mapping[str, Any], verdict: Verdict) -> None:
         """Remember a verdict; `save` writes it."""
         body = json.loads(json.dumps([key, asdict(verdict)]))
-        self._new[_digest(key)] = {"key": body[0], "verdict": body[1], "digest": _digest(body)}
+        self._new[digest(key)] = {"key": body[0], "verdict": body[1], "digest": digest(body)}
 
     def save(self) -> None:
         """Merge what is new into the file, in one atomic step. Warns when it cannot be written."""
         if not self._new:
             return
-        entries = {name: entry for name, entry in _read(self.path).items() if name not in self._new}
+        kept_before = read_entries(self.path, "verdicts", FORMAT)
+        entries = {name: entry for name, entry in kept_before.items() if name not in self._new}
         entries.update(self._new)
         kept = dict(list(entries.items())[-MAX_ENTRIES:])
         text = json.dumps({"format": FORMAT, "verdicts": kept}, indent=0)
@@ -97,18 +101,20 @@ def replace_file(path: Path, text: str) -> None:
         raise
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_entries(path: Path, name: str, version: int) -> dict[str, Any]:
+    """The object `name` of a JSON file of this format version; empty for any other file, or none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("verdicts"), dict):
+    if not isinstance(data, dict) or data.get("format") != version or not isinstance(data.get(name), dict):
         return {}
-    entries: dict[str, Any] = data["verdicts"]
+    entries: dict[str, Any] = data[name]
     return entries
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value, the same for equal values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

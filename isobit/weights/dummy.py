@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from isobit.kernels.device_bits import hash_words, shift_right
 from isobit.model_config import ModelConfig
 from isobit.weights.source import WeightSource
 
@@ -55,13 +56,6 @@ class DummyWeights(WeightSource):
 
 
 def _uniform(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """float32 in (-1, 1): the upper 24 bits of splitmix64's finaliser over start, start + 1, ..."""
-    z = torch.arange(start, start + count, dtype=torch.int64, device=device) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        z = (z ^ _shift(z, shift)) * factor
-    return (_shift(z, 40).to(torch.float32) + 0.5) * 2.0**-23 - 1.0
-
-
-def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical shift right of int64, as of unsigned words."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    """float32 in (-1, 1) from the upper 24 bits of the words of start, start + 1, ..."""
+    upper = shift_right(hash_words(start, count, device), 40)
+    return (upper.to(torch.float32) + 0.5) * 2.0**-23 - 1.0

@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
+pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from isobit.kernels.gpu.checks import device_floats, difference  # noqa: E402

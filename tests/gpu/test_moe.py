@@ -11,10 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
+pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
 
 from isobit.kernels.gpu.checks import device_floats, difference  # noqa: E402

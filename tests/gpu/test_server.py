@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from isobit import LLM
 from isobit.checkpoint import embedded_checkpoint
@@ -20,10 +19,7 @@ from tests.test_server_smollm2 import (  # noqa: F401
     test_what_the_server_says_about_itself,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU of compute capability 9.0"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from isobit.kernels.cpu.library import ATTENTION_SCHEDULES, CpuLibrary
-from isobit.kernels.registry import OPS_OF_ORDER, Kernel
+from isobit.kernels.registry import ONE_SCHEDULE, OPS_OF_ORDER, Kernel
 from isobit.order import (
     AttentionOrder,
     LogprobsOrder,
@@ -27,8 +27,6 @@ from isobit.order import (
 )
 
 __all__ = ["library_kernels"]
-
-ONE_SCHEDULE = ("only",)  # of ops whose library method takes no schedule
 
 
 def _claim(own: Callable[[Any], Order]) -> Callable[[Order], str | None]:

@@ -6,6 +6,7 @@ integers: signs, exponents and mantissas of every kind, so that another order of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from isobit.kernels.bitcompare import Difference, first_difference
+from isobit.kernels.device_bits import hash_words
 
 __all__ = ["Check", "device_floats", "difference", "same_rows"]
 
@@ -24,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Check:
-    """One run of a kernel: `run` gives outputs by name, `expected` what they must be; None where any value will do."""
+    """One run of a kernel: `run` gives outputs by name, `expected` what they must be."""
 
     label: str
     run: Callable[[], Tensors]
@@ -67,15 +69,11 @@ def device_floats(
     seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, low: int = -8, high: int = 4
 ) -> torch.Tensor:
     """Values of either sign, exponent uniform in [low, high], mantissa uniform: a function of seed and index alone."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     values = torch.empty(count, dtype=dtype, device=device)
     for start in range(0, count, 1 << 24):
         stop = min(start + (1 << 24), count)
-        z = (torch.arange(start, stop, dtype=torch.int64, device=device) + (seed << 32 | 1)) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-            z = (z ^ (z >> shift & (1 << (64 - shift)) - 1)) * factor
+        z = hash_words((seed << 32 | 1) + start, stop - start, device)
         exponent = 127 + low + (z >> 32 & 0x7FFFFFFF) % (high - low + 1)
         word = (z >> 63 & 1) << 31 | exponent << 23 | z & 0x7FFFFF
         values[start:stop] = word.to(torch.int32).view(torch.float32)

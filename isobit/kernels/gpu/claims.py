@@ -19,8 +19,6 @@ from isobit.order import AttentionOrder, LinearOrder, Order
 
 __all__ = ["admit_library", "gpu_kernels"]
 
-ONE_SCHEDULE = ("only",)
-
 
 def gpu_kernels(library: GpuLibrary, orders: Mapping[str, Order]) -> tuple[Kernel, ...]:
     """The kernels of the library for each distinct Order."""

@@ -7,15 +7,13 @@ NVIDIA H200 are in `tests/golden/sm90_ops.json`; a library upgrade that moves on
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
-import json
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from isobit.kernels.golden import run_command
 from isobit.kernels.gpu.checks import device_floats
 from isobit.kernels.gpu.device import gpu_facts
 from isobit.kernels.gpu.library import GpuLibrary
@@ -26,7 +24,6 @@ from isobit.kernels.triton.mla import reference_mla
 from isobit.kernels.triton.moe import reference_moe_linear
 from isobit.kernels.triton.moe_combine import moe_combine
 from isobit.order import (
-    NUMERICS_VERSION,
     MmaLinearOrder,
     Order,
     logprobs_order,
@@ -112,17 +109,5 @@ def all_digests() -> dict[str, str]:
     return found
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m isobit.kernels.gpu.golden", description="Digests of every op.")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write them there, instead of printing them")
-    args = parser.parse_args()
-    text = json.dumps({"numerics_version": NUMERICS_VERSION, "digests": all_digests()}, indent=2) + "\n"
-    if args.write is None:
-        print(text, end="")
-    else:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    _main()
+    run_command("isobit.kernels.gpu.golden", all_digests)

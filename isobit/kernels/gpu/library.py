@@ -26,6 +26,7 @@ from isobit.kernels.interface import (
     RopeTables,
     StepArrays,
 )
+from isobit.kernels.registry import ONE_SCHEDULE
 from isobit.kernels.triton.activation import silu_mul
 from isobit.kernels.triton.embedding import embedding
 from isobit.kernels.triton.norm import rms_norm
@@ -44,7 +45,6 @@ from isobit.order import (
 
 __all__ = ["GpuLibrary"]
 
-ONE_SCHEDULE = ("only",)  # of ops whose method takes no schedule
 
 
 class GpuLibrary(GpuTensors):

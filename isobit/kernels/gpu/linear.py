@@ -45,7 +45,7 @@ class GpuLinears:
         self.device = device
         self.source_hash = source_hash
         self.workspace = LinearWorkspace(device)
-        self.vendor, self.vendor_missing = _open_vendor(device)
+        self.vendor = _open_vendor(device)
         self._schedules: dict[MmaLinearOrder, dict[str, LinearSchedule | VendorSchedule]] = {}
 
     def schedules(self, order: MmaLinearOrder) -> dict[str, LinearSchedule | VendorSchedule]:
@@ -126,11 +126,11 @@ class GpuLinears:
             return choose_schedules([candidate(name) for name in admitted])
 
 
-def _open_vendor(device: torch.device) -> tuple[CublasLt | None, str]:
-    """cuBLASLt, or why there is none."""
+def _open_vendor(device: torch.device) -> CublasLt | None:
+    """cuBLASLt; None where it cannot be loaded, and in Triton's interpreter."""
     if device.type != "cuda":
-        return None, "Triton's interpreter has no vendor kernels"
+        return None
     try:
-        return CublasLt(device), ""
-    except (ValueError, RuntimeError) as error:
-        return None, str(error)
+        return CublasLt(device)
+    except (ValueError, RuntimeError):
+        return None

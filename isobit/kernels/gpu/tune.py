@@ -6,7 +6,6 @@ choice at random). Timings are kept under everything they depended on; a file th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from isobit.kernels.interface import Ladder
-from isobit.kernels.verdict_cache import default_cache_path, replace_file
+from isobit.kernels.verdict_cache import default_cache_path, digest, read_entries, replace_file
 
 __all__ = ["MOST_ROWS", "ROW_BUCKETS", "RUNS_PER_GRAPH", "Candidate", "TuningCache", "choose_schedules"]
 
@@ -45,11 +44,11 @@ class TuningCache:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or default_cache_path().with_name("tuning.json")
-        self._entries = _read(self.path)
+        self._entries = read_entries(self.path, "ladders", FORMAT)
 
     def get(self, key: Mapping[str, Any]) -> Ladder | None:
         """The ladder timed under exactly `key`, or None."""
-        entry: Any = self._entries.get(_digest(key))
+        entry: Any = self._entries.get(digest(key))
         try:
             return tuple((int(most), str(name)) for most, name in entry["ladder"])
         except (TypeError, KeyError, ValueError):
@@ -57,7 +56,8 @@ class TuningCache:
 
     def put(self, key: Mapping[str, Any], ladder: Ladder) -> None:
         """Remember a ladder, at once; a folder that cannot be written to costs time at the next start only."""
-        self._entries = {**_read(self.path), _digest(key): {"key": dict(key), "ladder": ladder}}
+        entry = {"key": dict(key), "ladder": ladder}
+        self._entries = {**read_entries(self.path, "ladders", FORMAT), digest(key): entry}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, json.dumps({"format": FORMAT, "ladders": self._entries}, indent=0))
@@ -108,16 +108,3 @@ def _elapsed(run: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
-
-
-def _digest(key: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    usable = isinstance(data, dict) and data.get("format") == FORMAT and isinstance(data.get("ladders"), dict)
-    return dict(data["ladders"]) if usable else {}
